@@ -7,7 +7,7 @@ import msgspec
 from memopt.advisors.advise import Adviser
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.hidden.beside_tensors import parse_budget
-from memopt.plan import NOT_MET, Plan
+from memopt.plan import AS_LITTLE, NOT_MET, Plan
 from memopt.units import format_bytes
 
 TRIES = 6
@@ -29,7 +29,7 @@ def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
         except BudgetInfeasible as error:
             blocked = blocked or error
             wider_bytes = int(wanted_bytes * _WIDER) if tried else wanted_bytes
-            wanted_bytes = max(int(error.min_peak_bytes * 1.006), wider_bytes) + 1
+            wanted_bytes = max(int(error.min_peak_bytes * (1 + AS_LITTLE)), wider_bytes) + 1
         else:
             break
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memopt.advisors.advise import Adviser, Decided
 from memopt.errors import BudgetInfeasible
-from memopt.plan import Plan
+from memopt.plan import AS_LITTLE, Plan
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2)
 """Of the unplanned peak: tenths, and twice as close below a half, where what a plan costs bends."""
@@ -47,7 +47,7 @@ def frontier(adviser: Adviser, strategy: str = "auto") -> Iterator[Point]:
             return
         if point.plan is None:
             if point.min_peak_bytes < unplanned:
-                yield probe(adviser, int(point.min_peak_bytes * 1.006) + 1, strategy)
+                yield probe(adviser, int(point.min_peak_bytes * (1 + AS_LITTLE)) + 1, strategy)
             return
 
 

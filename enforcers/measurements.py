@@ -30,7 +30,8 @@ writes into freed memory if it is closed under the next."""
 
 _LATE = 16
 _LONG_S = 0.2
-"""One that takes longer (of a thousand ops and more) is made only where it is needed: torch keeps some ten KB of each op for good."""
+"""One that takes longer (of a thousand ops and more) is made only where it is needed."""
+
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
 
@@ -77,6 +78,17 @@ class Peaks:
         return Peaks(max(self.planned, others.planned), max(self.larger, others.larger))
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """An iteration under the plan that was not measured."""
+
+    ms: float
+    as_profiled_ms: float | None
+    """Had it saved as many elements as the profiled one: a step takes about as long to each. None where it saved none, or nobody counted."""
+    is_alike: bool
+    """Was it like the profiled one?"""
+
+
 class Measurements:
     """Of one run; times are milliseconds, sizes bytes."""
 
@@ -109,11 +121,7 @@ class Measurements:
         self._evaluation_bytes = 0
         """The most in module calls without gradients inside iterations that were measured, or that the guard watched, where it was more than the
         plan foretold, and no teacher's."""
-        self._times_ms: list[float] = []
-        self._alike_ms: list[float] = []
-        """Of these, those of iterations like the profiled one."""
-        self._as_profiled_ms: list[float] = []
-        """Of all of these, with as many elements saved as in the profiled one: a step takes about as long to each."""
+        self._timed: list[_Timed] = []
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
         self._joined = False
@@ -167,18 +175,22 @@ class Measurements:
     @property
     def step_ms(self) -> float | None:
         """Of iterations like the profiled one, where there were a few."""
-        times = self._alike_ms if self._some_alike else self._times_ms
+        times = self._alike_ms or [each.ms for each in self._timed]
         return median(times) if times else None
 
     @property
     def as_profiled_step_ms(self) -> float | None:
         """Where it is also of iterations unlike that, what they would have taken had they saved as much."""
-        other = len(self._alike_ms) < len(self._times_ms) and not self._some_alike
-        return median(self._as_profiled_ms) if self._as_profiled_ms and other else None
+        if self._alike_ms or all(each.is_alike for each in self._timed):
+            return None
+        times = [each.as_profiled_ms for each in self._timed if each.as_profiled_ms is not None]
+        return median(times) if times else None
 
     @property
-    def _some_alike(self) -> bool:
-        return len(self._alike_ms) >= _FEW
+    def _alike_ms(self) -> list[float]:
+        """Of iterations like the profiled one, where there were a few."""
+        found = [each.ms for each in self._timed if each.is_alike]
+        return found if len(found) >= _FEW else []
 
     @property
     def other_steps(self) -> int:
@@ -289,18 +301,15 @@ class Measurements:
         other = self._is_unlike(saved)
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
-            self._times_ms.append(milliseconds)
-            if saved is not None and saved[1] and self._plan.saved_elements:
-                self._as_profiled_ms.append(milliseconds * self._plan.saved_elements / saved[1])
-            if not other:
-                self._alike_ms.append(milliseconds)
+            share = self._share(saved[1]) if saved is not None else 0.0
+            self._timed.append(_Timed(milliseconds, milliseconds / share if share else None, not other))
         self._was_other = other
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
         elements = saved[1] if saved is not None else self._plan.saved_elements
         self.peaks.came_to(self._peaks[-1][0], elements, self._plan)
-        self._most_measured = max(self._most_measured, elements / max(1, self._plan.saved_elements))
+        self._most_measured = max(self._most_measured, self._share(elements))
         if self._peaks[-1] == max(self._peaks):
             counted = other and bool(self._others)
             self._at_the_peak = self._others[-1] if counted else 1.0
@@ -316,9 +325,7 @@ class Measurements:
         if after >= MEASURED[0] and iterations.rounds == 1 and iterations.came_late:
             # what was measured so far were parts of iterations: another optimizer has joined the round only now
             self._parts = after - 1
-            self._times_ms.clear()
-            self._alike_ms.clear()
-            self._as_profiled_ms.clear()
+            self._timed.clear()
             self._others.clear()
         long = self._measured_planned and not self._others and self._takes_s > _LONG_S
         turns: tuple[int, ...] = MEASURED[:2] if long else MEASURED
@@ -399,8 +406,12 @@ class Measurements:
         if saved is None or not plan.saved_tensors or saved == (plan.saved_tensors, plan.saved_elements):
             return True
         if self._is_unlike(saved):
-            self._others.append(saved[1] / max(1, plan.saved_elements))
+            self._others.append(self._share(saved[1]))
         return False
+
+    def _share(self, elements: int) -> float:
+        """How many times as many elements as the profiled iteration saved."""
+        return elements / max(1, self._plan.saved_elements)
 
     def _is_unlike(self, saved: tuple[int, int] | None) -> bool:
         planned, elements = self._plan.saved_tensors, self._plan.saved_elements

@@ -34,8 +34,8 @@ GRADIENTS_IN_PLACE: Final = "gradients in place"
 WEIGHTS_STREAMED: Final = "frozen weights streamed"
 """As above, about weights that nothing trains: their home is a tier, and each comes for as long as something uses it."""
 
-_AS_LITTLE: Final = 0.006
-"""Of the peak of two plans above the budget: no search tells them apart."""
+AS_LITTLE: Final = 0.006
+"""Of a peak: plans that differ by less are alike, and whoever asks once more for the smallest peak that was found leaves so much room."""
 NOT_MET: Final = "the budget cannot be met: "
 """How a note that says what holds the floor begins."""
 
@@ -271,7 +271,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def is_better_than(self, other: Plan) -> bool:
         """For the same budget: is it passed by less, or about as little and the step shorter?"""
         both_above = self.over_bytes > 0 < other.over_bytes
-        if both_above and abs(self.over_bytes - other.over_bytes) <= _AS_LITTLE * other.predicted_peak_bytes:
+        if both_above and abs(self.over_bytes - other.over_bytes) <= AS_LITTLE * other.predicted_peak_bytes:
             return self.predicted_step_ms < other.predicted_step_ms
         return (self.over_bytes, self.predicted_step_ms) < (other.over_bytes, other.predicted_step_ms)
 

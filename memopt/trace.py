@@ -65,6 +65,8 @@ STATE_BESIDE = "state_beside_bytes"
 WHILE_RECORDED = "most_while_recorded_bytes"
 """A fact: what was on the device at most as the iteration was recorded, where its saved tensors were out of the way."""
 
+VARIABLE = "variable "
+"""Begin of the name of a tensor that a variable of the script's names, and no module."""
 LEFT_OVER = "left over from before"
 """Begin of the name of a tensor that was there when the iteration began, and that neither a module nor a variable names."""
 IN_A_LIST = " (in a list)"
@@ -334,7 +336,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     def owner_of(self, storage: int) -> Literal["module", "optimizer", ""]:
         """Who names it (`profiler.known`); empty where that is a variable, or the op that made it, whose labels are in three parts."""
         name, *rest = self.storage_label(storage).split(" · ")
-        if len(rest) != 1 or name.startswith(("variable ", LEFT_OVER)):
+        if len(rest) != 1 or name.startswith((VARIABLE, LEFT_OVER)):
             return ""
         return "module" if "." in name else "optimizer" if name.startswith("parameter ") else ""
 

@@ -17,7 +17,7 @@ from memopt.instrument.live_objects import held_by_lists, living
 from memopt.instrument.nodes import node_of
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
-from memopt.trace import IN_A_LIST, LEFT_OVER
+from memopt.trace import IN_A_LIST, LEFT_OVER, VARIABLE
 
 Tell = Callable[[Tensor, str, str], None]
 """(tensor, category, name)"""
@@ -166,7 +166,7 @@ def _variables() -> dict[int, str]:
     for scope in scopes:
         for name, value in list(scope.items()):
             for tensor in _tensors_in(value):
-                found.setdefault(id(tensor), f"variable {name}")
+                found.setdefault(id(tensor), f"{VARIABLE}{name}")
     return found
 
 

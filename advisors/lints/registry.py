@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import CATEGORIES, PHASES
+from memopt.trace import CATEGORIES, PHASES, VARIABLE
 
 LAST_DIM = 2**64 - 1
 """A dimension of -1, which autograd's nodes keep unsigned."""
@@ -193,7 +193,7 @@ class Seen:
         for storage in storages:
             line = self.trace.strings[self.trace.storages.line[storage]]
             name = self.trace.storage_label(storage).partition(" · ")[0]
-            if not line and name.startswith("variable "):
+            if not line and name.startswith(VARIABLE):
                 line = name
             (count if line else names)[line or name] += int(self.view.size[storage])
         return next((name for name, _ in (count or names).most_common(1)), "")

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 FOLDER = ".memopt"
 _MOST_GROWTH = 8.0
+"""No plan allows for iterations that save more, as against the recorded one."""
 _ABOUT = 0.999
 """Growth is written rounded."""
 _HELPS = 0.7
 """Of what the budget was passed by before, at most: planning for more has helped."""
-"""No plan allows for iterations that save more, as against the recorded one."""
 _README = "# What `memopt run` found out about the runs that were started here. Safe to delete.\n*\n"
 
 

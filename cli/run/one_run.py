@@ -95,11 +95,11 @@ class Run:
         from memopt.cli.run.words import came_to, did_what_it_said, last_words
         from memopt.cli.shared.console import say
 
-        plans_again, course.grows_in_vain = False, self._cache.grows_in_vain
+        grew_in_vain = self._cache.grows_in_vain
         if course.plan is not None and (factor := came_to(course)) > 1:
             self._cache.keep_growth(factor, course.plan.grown)
-            plans_again = self._cache.grows_in_vain and not course.grows_in_vain
         course.grows_in_vain = self._cache.grows_in_vain
+        plans_again = course.grows_in_vain and not grew_in_vain
         if course.plan is not None and (course.ended_by_plan or plans_again or not did_what_it_said(course)):
             self._cache.forget(course.phase)
         if course.ended_by_plan:

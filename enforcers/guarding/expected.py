@@ -7,7 +7,9 @@ bytes, which takes up to a millisecond.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -28,26 +30,25 @@ Key = tuple[str, int, tuple[Any, ...]]
 """Overload, bytes of its inputs, sizes that it is given as numbers, and data type: calls of one key make as much."""
 
 
+@dataclass(slots=True, eq=False)
 class Op:
     """A call that is about to run."""
 
-    __slots__ = ("key", "kind", "makes", "shown")
-
-    def __init__(self, key: Key, makes: int, shown: int, kind: _Kind | None) -> None:
-        self.key, self.makes = key, makes
-        self.shown = shown
-        """What its shapes said; 0 where they were not asked."""
-        self.kind = kind
-        """Where its key is new."""
+    key: Key
+    makes: int
+    kind: _Kind | None = None
+    """Where its key is new."""
+    shown: int = 0
+    """What its shapes said; 0 where they were not asked."""
 
 
+@dataclass(slots=True, eq=False)
 class _Kind:
     """Calls of an overload on tensors of as many dimensions, with the same lists of numbers and data type."""
 
-    __slots__ = ("least", "most", "seen")
-
-    def __init__(self) -> None:
-        self.least, self.most, self.seen = float("inf"), 0.0, 0
+    least: float = inf
+    most: float = 0.0
+    seen: int = 0
 
     def made(self, share: float) -> None:
         """Of what one has read."""
@@ -75,18 +76,18 @@ class Expected:
         key = name, taken, _sizes_given(args, kwargs, taken)
         made = self._made.get(key)
         if made is not None:
-            return Op(key, made, 0, None)
+            return Op(key, made)
         kind = None
         if taken:
             alike = name, key[2], *[each.dim() for each in tensors]
             kind = self._kinds.setdefault(alike, _Kind())
             if kind.is_known:
-                return Op(key, int(kind.most * taken), 0, kind)
+                return Op(key, int(kind.most * taken), kind)
         first = _PRODUCTS.get(name)
         if first is not None:
-            return Op(key, _of_a_product(args[first], args[first + 1]), 0, kind)
-        shown = _would_make(func, args, kwargs)
-        return Op(key, int(shown * self._beyond.get(name, 1.0)), shown, kind)
+            return Op(key, _of_a_product(args[first], args[first + 1]), kind)
+        shown = _would_make(func, args, kwargs, tensors)
+        return Op(key, int(shown * self._beyond.get(name, 1.0)), kind, shown)
 
     def made(self, op: Op, size_bytes: int) -> None:
         """It has run."""
@@ -105,22 +106,20 @@ def _of_a_product(first: Tensor, second: Tensor) -> int:
     return first.numel() // max(1, first.size(-1)) * second.size(-1) * first.element_size()
 
 
-def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
+def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> int:
+    """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads, which are `tensors`."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return bytes_of(
-            (*args, *kwargs.values())
-        )  # a kernel of the script's might run, or draw random numbers
+        return bytes_of(tensors)  # a kernel of the script's might run, or draw random numbers
     guard = DisableTorchDispatch()
     try:
         shapes = partial(tree_map_only, Tensor, _on_meta)
-        is_new = "device" in kwargs or not tensors_in((*args, *kwargs.values()))
+        is_new = "device" in kwargs or not tensors
         given = shapes((args, {**kwargs, "device": "meta"} if is_new else kwargs))
         known = {id(each) for each in tensors_in(given)}
         out = func(*given[0], **given[1])
         return bytes_of([each for each in tensors_in((out,)) if id(each) not in known])
     except Exception:
-        return bytes_of((*args, *kwargs.values()))
+        return bytes_of(tensors)
     finally:
         del guard
 
