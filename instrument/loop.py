@@ -33,11 +33,13 @@ class Loop:
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
+        from memopt.instrument.live_objects import let_tensors_be_swapped
         from memopt.instrument.script.script_profiler import watch
         from memopt.instrument.torch_internals import WATCH, require
 
         require(WATCH)
         watch()
+        let_tensors_be_swapped()
         frames = Frames()
         loop = Loop(frames, Iterations(listener, frames.thread, optimizers=optimizers), PlainForms())
         loop.iterations.install()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -44,7 +44,12 @@ class There:
     def with_lists(self) -> There:
         """Itself, once these have been looked for: another look at each object."""
         if self._listed is None:
-            with_graph = {id(each) for each in self.tensors if node_of(each) is not None}
+            variables, alone = _values_of_variables(), _references_of_a_variable()
+            with_graph = [
+                each
+                for each in self.tensors
+                if node_of(each) is not None and (id(each) not in variables or sys.getrefcount(each) > alone)
+            ]
             self._listed = held_by_lists(with_graph, apart=self.tensors)
         return self
 
@@ -157,17 +162,33 @@ def _variables() -> dict[int, str]:
     Before Python 3.13 a function's `f_locals` is a copy that stays in the frame: reading it would keep old batches alive.
     """
     found: dict[int, str] = {}
-    scopes = [vars(sys.modules["__main__"])]
+    for scope in _scopes():
+        for name, value in list(scope.items()):
+            for tensor in _tensors_in(value):
+                found.setdefault(id(tensor), f"{VARIABLE}{name}")
+    return found
+
+
+def _scopes() -> list[Mapping[str, Any]]:
+    scopes: list[Mapping[str, Any]] = [vars(sys.modules["__main__"])]
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and sys.version_info >= (3, 13):
         if "torch" not in frame.f_code.co_filename:
             scopes.append(frame.f_locals)
         frame = frame.f_back
-    for scope in scopes:
-        for name, value in list(scope.items()):
-            for tensor in _tensors_in(value):
-                found.setdefault(id(tensor), f"{VARIABLE}{name}")
-    return found
+    return scopes
+
+
+def _values_of_variables() -> set[int]:
+    """ids of what variables hold themselves, not in a list."""
+    return {id(value) for scope in _scopes() for value in list(scope.values())}
+
+
+def _references_of_a_variable() -> int:
+    """How many references there are to what one variable holds, and the list that is walked."""
+    thing = object()
+    (count,) = [sys.getrefcount(each) for each in [thing]]
+    return count
 
 
 def device_in_use(modules: list[nn.Module]) -> str:

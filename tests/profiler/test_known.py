@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from memopt.profiler import known
 from tests.support.profiled import Profiler, Run
 
 SCRIPT = """
@@ -87,3 +93,25 @@ def test_views_that_autograd_refuses_since_their_base_was_written_stop_nothing(t
     run = profiled(REFUSED_VIEWS, tmp_path, says="refused\nrefused\n")
     assert "memopt failed" not in run.stderr
     assert run.trace.peak_bytes > 0
+
+
+def test_what_one_variable_alone_holds_is_looked_for_in_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find all lists that hold something takes longer than many a step."""
+    asked: list[int] = []
+    by_lists = known.held_by_lists
+
+    def told(things: list[Any], *, apart: list[Any]) -> set[int]:
+        asked.extend(map(id, things))
+        return by_lists(things, apart=apart)
+
+    monkeypatch.setattr(known, "held_by_lists", told)
+    main = sys.modules["__main__"]
+    for name in ("alone", "in_a_list_too"):
+        monkeypatch.setattr(main, name, torch.ones(2, requires_grad=True) * 2, raising=False)
+    kept = [main.in_a_list_too]
+    in_lists = known.there_now().in_lists
+    assert id(main.alone) not in asked
+    assert id(main.in_a_list_too) in asked
+    assert id(kept[0]) in in_lists
+    monkeypatch.setattr(main, "alone", [main.alone])
+    assert id(main.alone[0]) in known.there_now().in_lists
