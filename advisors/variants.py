@@ -16,7 +16,7 @@ from memopt.estimators.simulator.gradients_away import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
 from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_backward import in_backward
-from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
+from memopt.estimators.simulator.in_pieces import Pieces, in_pieces, quickest_pieces
 from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
@@ -33,6 +33,8 @@ frozen weights: so much may be streamed."""
 
 _Way = tuple[Tier | None, float, bool]
 """Where state is between steps, of how large a share, and whether gradients are there, too."""
+_Pieces = tuple[_Way, int]
+"""And how many bytes of parameters a piece has; 0: as few as there may be."""
 
 
 @dataclass
@@ -45,7 +47,7 @@ class Variants:
     """`trace` is of the run whose backward writes over the gradients that it uses up."""
     streamed: Streamed | None = None
     """`trace` is of the run whose frozen weights are streamed."""
-    _in_pieces_views: dict[_Way, tuple[TraceView, Pieces]] = field(default_factory=dict)
+    _in_pieces_views: dict[_Pieces, tuple[TraceView, Pieces]] = field(default_factory=dict)
 
     @cached_property
     def _view(self) -> TraceView:
@@ -100,8 +102,11 @@ class Variants:
             instead_of=problem,
         )
 
-    def in_pieces(self, problem: Problem, *, margin: float = MARGIN) -> list[Problem]:
-        """`problem` of the run whose optimizer steps in pieces, state on the device or in a tier; those that lower something, the cheapest first."""
+    def in_pieces(
+        self, problem: Problem, *, margin: float = MARGIN, piece_bytes: int | None = None
+    ) -> list[Problem]:
+        """`problem` of the run whose optimizer steps in pieces, state on the device or in a tier; those that lower something, the cheapest first.
+        Pieces are as large as the budget leaves room for; with `piece_bytes` all ways, in pieces of that size."""
         if "optimizer" not in self.allow or why_not_in_pieces(self.trace):
             return []
         found: list[Problem] = []
@@ -112,7 +117,8 @@ class Variants:
             *((tier, 1.0, True) for tier in tiers if not self._gradients_stay),
         ]
         for way in ways:
-            known = self._in_pieces_view(way, problem.device)
+            size = self._piece_bytes(way, problem) if piece_bytes is None else piece_bytes
+            known = self._in_pieces_view(way, size, problem.device)
             if known is None:
                 continue
             view, pieces = known
@@ -127,15 +133,29 @@ class Variants:
                 pieces=pieces,
             )
             last = found[-1] if found else problem
-            if other.plain.peak_bytes < last.plain.peak_bytes or other.floor_bytes < last.floor_bytes:
+            lowers = other.plain.peak_bytes < last.plain.peak_bytes or other.floor_bytes < last.floor_bytes
+            if lowers or piece_bytes is not None:
                 found.append(other)
         return found
 
-    def _in_pieces_view(self, way: _Way, device: Device) -> tuple[TraceView, Pieces] | None:
-        if way not in self._in_pieces_views:
+    def _piece_bytes(self, way: _Way, problem: Problem) -> int:
+        tier, share, with_gradients = way
+        if tier is None:
+            return 0
+        return quickest_pieces(
+            self.trace,
+            tier,
+            problem.device,
+            share,
+            within_bytes=problem.target_bytes,
+            elsewhere_bytes=0 if with_gradients else problem.floor_outside_the_step_bytes,
+        )
+
+    def _in_pieces_view(self, way: _Way, size: int, device: Device) -> tuple[TraceView, Pieces] | None:
+        if (way, size) not in self._in_pieces_views:
             tier, share, with_gradients = way
             try:
-                trace, pieces = in_pieces(self.trace, tier, device, share)
+                trace, pieces = in_pieces(self.trace, tier, device, share, piece_bytes=size)
             except NotPossibleHere:  # without a tier, where no step can be cut
                 return None
             if with_gradients:
@@ -146,8 +166,8 @@ class Variants:
                     return None
                 trace, size, late = gone
                 pieces = replace(pieces, gradient_bytes=size, cleared_late=late)
-            self._in_pieces_views[way] = TraceView(trace), pieces
-        return self._in_pieces_views[way]
+            self._in_pieces_views[way, size] = TraceView(trace), pieces
+        return self._in_pieces_views[way, size]
 
     @property
     def _gradients_stay(self) -> bool:

@@ -116,7 +116,7 @@ def _problem(adviser: Adviser, plan: Plan) -> Problem:
     wanted = plan.in_pieces
     if wanted is None:
         return problem
-    for other in adviser.variants.in_pieces(problem):
+    for other in adviser.variants.in_pieces(problem, piece_bytes=wanted.piece_bytes):
         pieces = other.pieces
         if pieces is not None and (
             pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes, pieces.gradient_bytes, pieces.whole_from_bytes,

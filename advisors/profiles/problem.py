@@ -29,6 +29,7 @@ from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
 from memopt.estimators.simulator.weights_streamed import Streamed
 from memopt.timeline import Timeline
+from memopt.trace import PHASES
 
 Decisions = dict[int, Decision]
 
@@ -37,9 +38,12 @@ MARGIN = 0.005
 LEAST_GAIN = 0.01
 """No plan that lowers the peak by less is worth its hooks."""
 LEAST_SWAP_BYTES = 1 << 20
-"""Smaller ones are not worth the start of a copy and a place in a tier."""
+"""Smaller ones are not worth the start of a copy and a place in a tier, where they can leave in another way."""
+_LEAST_SWAP_BYTES, _LEAST_SWAP_SHARE = 64 << 10, 256
+"""Nor are those that are smaller than this, or than this part of the peak, where they cannot."""
 TIME_LIMIT_S = 8.0
 """How long a search, or a solver, may take; for iterations of more than 8,000 ops see `usual_limit_s`."""
+_OPTIMIZER = PHASES.index("optimizer")
 _REMEMBERED_OPS = 40_000_000
 """Timelines together; an op takes 24 bytes of each."""
 _COVERED = 0.998
@@ -303,6 +307,18 @@ class Problem:
     @cached_property
     def floor(self) -> tuple[int, int]:
         """`floor_bytes`, and the op at which they are needed (-1 where there is none)."""
+        low = self._least_bytes
+        op = int(low.argmax()) if len(low) else -1
+        return (max(0, int(low[op])), op) if op >= 0 else (0, op)
+
+    @property
+    def floor_outside_the_step_bytes(self) -> int:
+        """The same, of the ops that are none of the optimizer's."""
+        return int(self._least_bytes[self.view.phase != _OPTIMIZER].max(initial=0))
+
+    @cached_property
+    def _least_bytes(self) -> Ints:
+        """For each op what is there when everything that may be away then is."""
         low = self.plain.high_bytes.copy()
         for candidate in self.movable:
             least = min(option.encoded_bytes for option in candidate.options)
@@ -314,8 +330,7 @@ class Problem:
                 option = candidate.codec.decision
                 for op in range(candidate.saved.first_use, candidate.saved.release + 1):
                     low[op] -= max(0, self.relief_bytes(candidate, option, op))
-        op = int(low.argmax()) if len(low) else -1
-        return (max(0, int(low[op])), op) if op >= 0 else (0, op)
+        return low
 
     def relief_bytes(self, candidate: Candidate, option: Decision, op: int) -> int:
         """Most that `option` takes off what is on the device at `op`. What is encoded stays so when backward asks for it."""
@@ -358,15 +373,26 @@ class Problem:
             options.append(RECOMPUTE_EARLY)
         if for_each:
             options.append(RECOMPUTE_EACH)
-        if saved.size_bytes >= LEAST_SWAP_BYTES:
+        if saved.size_bytes >= (LEAST_SWAP_BYTES if options else self._least_swap_bytes):
             options.extend(self._swaps(saved))
         return Candidate(saved, tuple(options), chain, codec, early_chain) if options else None
+
+    @property
+    def _least_swap_bytes(self) -> int:
+        """Of what can leave in no other way."""
+        share = self.view.trace.peak_bytes // _LEAST_SWAP_SHARE
+        return min(LEAST_SWAP_BYTES, max(_LEAST_SWAP_BYTES, share))
 
     def _swapped_beyond(self, saved: Saved) -> Candidate | None:
         """What nobody asks for, or what outlives the iteration, and is asked for once by each of its consumers: it is in a tier from its last
         use on. It could not be made again, for the optimizer changes what it was made from."""
         view, last = self.view, min(saved.release, self.view.n)
-        able = saved.plain and saved.value >= 0 and saved.size_bytes >= LEAST_SWAP_BYTES and not self._is_part
+        able = (
+            saved.plain
+            and saved.value >= 0
+            and saved.size_bytes >= self._least_swap_bytes
+            and not self._is_part
+        )
         if not able or saved.gone_after + 1 >= min(saved.first_use, last) or self._asks_again(saved):
             return None
         swaps = self._swaps(saved)

@@ -33,6 +33,8 @@ _ROW_OF_STATE = 64
 """Bytes at whose multiples the rows of a piece's state begin."""
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _LEAST_PIECE, _MOST_PIECE, _PIECES = 64 << 10, 8 << 20, 48
+_COARSER = 4
+"""Times that pieces may have twice the bytes, where there is room for them: each takes two copies and a call of the step."""
 _MOST_PIECE_OF_A_GPU = 64 << 20
 """Whose host takes longer over a piece of `_MOST_PIECE` than the link does."""
 _ROW_BYTES = 4096
@@ -91,9 +93,12 @@ def _cut_steps(trace: Trace, updates: Updates) -> _Step | None:
     return _Step(trace, frozenset(cut), frozenset(others | storages_of(trace, touched)))
 
 
-def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.0) -> tuple[Trace, Pieces]:
+def in_pieces(
+    trace: Trace, tier: Tier | None, device: Device, share: float = 1.0, *, piece_bytes: int = 0
+) -> tuple[Trace, Pieces]:
     """The trace with the step in pieces, and how it is cut: with a tier, the state of the largest parameters is there between steps, so
-    many that they have `share` of all parameters' bytes; of what cannot be cut, the largest tensors. Raises `NotPossibleHere`."""
+    many that they have `share` of all parameters' bytes; of what cannot be cut, the largest tensors. `piece_bytes`: of parameters at once;
+    0: as few as there may be. Raises `NotPossibleHere`."""
     reason = why_not(trace)
     updates = trace.updates
     if reason or updates is None:
@@ -106,26 +111,37 @@ def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.
         changed, away = whole
         return changed, Pieces(0, tier, 0, away.size_bytes, whole=away)
     if whole is None:
-        return _cut(step, tier, device, share)
+        return _cut(_InPieces(step, piece_bytes, tier, share), device)
     changed, away = whole
-    found, pieces = _cut(step.of(changed), tier, device, share)
+    found, pieces = _cut(_InPieces(step.of(changed), piece_bytes, tier, share), device)
     return found, replace(pieces, whole=away, state_bytes=pieces.state_bytes + away.size_bytes)
 
 
-def _cut(step: _Step, tier: Tier | None, device: Device, share: float) -> tuple[Trace, Pieces]:
-    if tier is None:
-        pieces = Pieces(step.piece_bytes, None, len(step.parameters), 0)
-        return step.changed(step.state_bytes + step.above_bytes(0), 0, _calls_ms(step)), pieces
-    away, away_bytes = step.largest(share)
-    pieces = Pieces(
-        step.piece_bytes,
-        tier,
-        len(step.parameters),
-        away_bytes,
-        away if away < len(step.parameters) else 0,
-    )
-    window = step.state_bytes - away_bytes + step.above_bytes(away)
-    return step.changed(window, away_bytes, _paging_ms(step, tier, device, away_bytes)), pieces
+def quickest_pieces(
+    trace: Trace, tier: Tier, device: Device, share: float, *, within_bytes: int, elsewhere_bytes: int = 0
+) -> int:
+    """Bytes of parameters in a piece with which the step of `in_pieces` takes the least time, of the sizes that hold the step `within_bytes`,
+    or within what is needed elsewhere anyway, `elsewhere_bytes` without the state that leaves; the least size where none does."""
+    updates = trace.updates
+    step = _cut_steps(trace, updates) if updates is not None and not why_not(trace) else None
+    if step is None or not step.parameters:
+        return 0
+    least = _InPieces(step, 0, tier, share)
+    most_bytes = max(within_bytes, elsewhere_bytes - least.away_bytes)
+    sizes = [least.piece_bytes << more for more in range(1, _COARSER + 1)]
+    whole_bytes = max(least.piece_bytes, min(step.most_piece_bytes, step.parameter_bytes))
+    coarser = [_InPieces(step, size, tier, share) for size in sizes if size <= whole_bytes]
+    fitting = [each for each in coarser if each.peak_bytes <= most_bytes]
+    return min([least, *fitting], key=lambda each: _paging_ms(each, device)).piece_bytes
+
+
+def _cut(pieces: _InPieces, device: Device) -> tuple[Trace, Pieces]:
+    step, count = pieces.step, len(pieces.step.parameters)
+    if pieces.tier is None:
+        return pieces.changed(_calls_ms(pieces)), Pieces(pieces.piece_bytes, None, count, 0)
+    away = pieces.away if pieces.away < count else 0
+    found = Pieces(pieces.piece_bytes, pieces.tier, len(step.parameters), pieces.away_bytes, away)
+    return pieces.changed(_paging_ms(pieces, device)), found
 
 
 class _Step:
@@ -167,21 +183,13 @@ class _Step:
         return self._bytes(self.state)
 
     @property
-    def piece_bytes(self) -> int:
-        most = _MOST_PIECE if self.trace.device.kind == "cpu" else _MOST_PIECE_OF_A_GPU
-        aimed = min(max(self.parameter_bytes // _PIECES, _LEAST_PIECE), most)
+    def most_piece_bytes(self) -> int:
+        return _MOST_PIECE if self.trace.device.kind == "cpu" else _MOST_PIECE_OF_A_GPU
+
+    @property
+    def least_piece_bytes(self) -> int:
+        aimed = min(max(self.parameter_bytes // _PIECES, _LEAST_PIECE), self.most_piece_bytes)
         return max(_ROW_BYTES, aimed // _ROW_BYTES * _ROW_BYTES)
-
-    @property
-    def count(self) -> int:
-        return -(-self.parameter_bytes // self.piece_bytes)
-
-    @property
-    def bundle_bytes(self) -> int:
-        """State of one piece."""
-        return -(
-            -self.state_bytes * min(self.piece_bytes, self.parameter_bytes) // max(1, self.parameter_bytes)
-        )
 
     def largest(self, share: float) -> tuple[int, int]:
         """How many parameters, the largest first, have `share` of all bytes, and the bytes of their state."""
@@ -210,73 +218,31 @@ class _Step:
         return [(storage, birth) for storage, (birth, death) in pairs if birth in ours and death < n]
 
     @cached_property
-    def temporary_bytes(self) -> int:
-        """Most that a piece makes and lets go: as much to a byte of parameters as the group of ops that makes most. What a group has left
-        to the next one (a name in a loop) is no part of that."""
-        most = 0
-        for ops, stepped in self._groups:
-            share = min(1.0, self.piece_bytes / stepped) if stepped else 1.0
-            most = max(most, int(share * self._high_of(ops)))
-        return most
-
-    @cached_property
-    def _groups(self) -> list[tuple[list[int], int]]:
+    def groups(self) -> list[tuple[list[int], int]]:
         """Ops that are taken together, and the bytes of the parameters that they step."""
         groups = groups_of(self.trace, self.ops)
         return [(ops, self._bytes(_of(self.trace, ops, _PARAMETER))) for ops in groups]
 
-    def above_bytes(self, away: int) -> int:
-        """Most, in the step, of state in pieces and of temporaries beyond `temporary_bytes`, where the state of the `away` largest parameters
-        is in a tier: a piece is stepped while the next one comes and the one before leaves."""
-        order = self._in_order
-        sizes = self.trace.storages.size_bytes
-        large = {*sorted(order, key=lambda each: -sizes[each])[:away]}
-        uncut = [self._uncut(each, each in large).without_repeats(self.piece_bytes) for each in order]
-        pieces = cut(uncut, self.piece_bytes)
-        state = [0, *(self._state_of(piece) if order[piece[0][0]] in large else 0 for piece in pieces), 0]
-        most = max(sum(state[at : at + 3]) + self._taken_by(piece) for at, piece in enumerate(pieces))
-        return most - self.temporary_bytes
-
     @cached_property
-    def _in_order(self) -> list[int]:
+    def in_order(self) -> list[int]:
         """The parameters, in the order in which they are stepped."""
         values, writes = self.trace.values.storage, self.trace.ops.writes
-        written = (values[value] for ops, _ in self._groups for op in ops for value in writes.row(op))
+        written = (values[value] for ops, _ in self.groups for op in ops for value in writes.row(op))
         return list(dict.fromkeys(storage for storage in written if storage in self.parameters))
 
-    def _itemsize(self, parameter: int) -> int:
+    def itemsize(self, parameter: int) -> int:
         return _ITEMSIZE.get(self.trace.storage_label(parameter).rpartition(" ")[2], 4)
 
-    def _uncut(self, parameter: int, leaves: bool) -> Uncut:
-        itemsize = self._itemsize(parameter)
+    def uncut(self, parameter: int, leaves: bool) -> Uncut:
+        itemsize = self.itemsize(parameter)
         return Uncut(self.trace.storages.size_bytes[parameter] // itemsize, itemsize, (itemsize, leaves))
 
-    def _state_of(self, piece: list[Cut]) -> int:
-        """Bytes of the state of a piece's segments, as it lies together."""
-        rows = self.state_bytes / max(1, self.parameter_bytes)
-        return sum(int(rows * (-(-size // _ROW_OF_STATE) * _ROW_OF_STATE)) for size in self._sizes(piece))
-
-    def _sizes(self, piece: list[Cut]) -> list[int]:
-        return [(stop - start) * self._itemsize(self._in_order[which]) for which, start, stop in piece]
-
-    def _taken_by(self, piece: list[Cut]) -> int:
-        """Most that the step on `piece` makes: on one segment after the other, or on all of them, as the recorded step did."""
-        if len(self._groups) < len(self._in_order):
-            return self.temporary_bytes
-        most = left = 0
-        for (which, *_), size in zip(piece, self._sizes(piece), strict=True):
-            ops, stepped = self._groups[which]
-            share = min(1.0, size / stepped)
-            most = max(most, left + int(share * self._high_of(ops)))
-            left = int(share * self._left_by(ops))
-        return most
-
-    def _left_by(self, ops: Sequence[int]) -> int:
+    def left_by(self, ops: Sequence[int]) -> int:
         """What `ops` have made and leave to those of the next parameter: names in a loop."""
         deaths, last = self.trace.storages.death_op, max(ops)
         return self._bytes(s for op in ops for s in self._made_at.get(op, []) if deaths[s] > last)
 
-    def _high_of(self, ops: Sequence[int]) -> int:
+    def high_of(self, ops: Sequence[int]) -> int:
         """Most bytes of what `ops` make, while they run."""
         extra, storages = self.trace.ops.extra_bytes, self.trace.storages
         held: list[int] = []
@@ -297,23 +263,100 @@ class _Step:
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self.trace.storages.size_bytes[each] for each in storages)
 
-    def changed(self, window_bytes: int, away_bytes: int, added_ms: float) -> Trace:
-        """The trace without `away_bytes` of state outside the step, with `window_bytes` of it in the step."""
-        old, ours = self.trace, set(self.ops)
+
+class _InPieces:
+    """The step in pieces of one size, the state of the largest parameters in `tier`: of so many that they have `share` of all bytes."""
+
+    def __init__(self, step: _Step, piece_bytes: int, tier: Tier | None, share: float) -> None:
+        """`piece_bytes` of 0: the least."""
+        self.step, self.tier = step, tier
+        self.piece_bytes = piece_bytes or step.least_piece_bytes
+        self.away, self.away_bytes = step.largest(share) if tier is not None else (0, 0)
+        """How many parameters, and bytes of their state."""
+
+    @property
+    def count(self) -> int:
+        return -(-self.step.parameter_bytes // self.piece_bytes)
+
+    @property
+    def bundle_bytes(self) -> int:
+        """State of one piece."""
+        all_bytes = self.step.parameter_bytes
+        return -(-self.step.state_bytes * min(self.piece_bytes, all_bytes) // max(1, all_bytes))
+
+    @cached_property
+    def temporary_bytes(self) -> int:
+        """Most that a piece makes and lets go: as much to a byte of parameters as the group of ops that makes most. What a group has left
+        to the next one (a name in a loop) is no part of that."""
+        most = 0
+        for ops, stepped in self.step.groups:
+            share = min(1.0, self.piece_bytes / stepped) if stepped else 1.0
+            most = max(most, int(share * self.step.high_of(ops)))
+        return most
+
+    @cached_property
+    def _window_bytes(self) -> int:
+        """Most, in the step, of state, and of temporaries beyond `temporary_bytes`: a piece is stepped while the next one comes and the one
+        before leaves."""
+        step = self.step
+        order, sizes = step.in_order, step.trace.storages.size_bytes
+        large = {*sorted(order, key=lambda each: -sizes[each])[: self.away]}
+        uncut = [step.uncut(each, each in large).without_repeats(self.piece_bytes) for each in order]
+        pieces = cut(uncut, self.piece_bytes)
+        state = [0, *(self._state_of(piece) if order[piece[0][0]] in large else 0 for piece in pieces), 0]
+        most = max(sum(state[at : at + 3]) + self._taken_by(piece) for at, piece in enumerate(pieces))
+        return step.state_bytes - self.away_bytes + most - self.temporary_bytes
+
+    def _state_of(self, piece: list[Cut]) -> int:
+        """Bytes of the state of a piece's segments, as it lies together."""
+        rows = self.step.state_bytes / max(1, self.step.parameter_bytes)
+        return sum(int(rows * (-(-size // _ROW_OF_STATE) * _ROW_OF_STATE)) for size in self._sizes(piece))
+
+    def _sizes(self, piece: list[Cut]) -> list[int]:
+        order = self.step.in_order
+        return [(stop - start) * self.step.itemsize(order[which]) for which, start, stop in piece]
+
+    def _taken_by(self, piece: list[Cut]) -> int:
+        """Most that the step on `piece` makes: on one segment after the other, or on all of them, as the recorded step did."""
+        step = self.step
+        if len(step.groups) < len(step.in_order):
+            return self.temporary_bytes
+        most = left = 0
+        for (which, *_), size in zip(piece, self._sizes(piece), strict=True):
+            ops, stepped = step.groups[which]
+            share = min(1.0, size / stepped)
+            most = max(most, left + int(share * step.high_of(ops)))
+            left = int(share * step.left_by(ops))
+        return most
+
+    def _held_at(self, op: int) -> tuple[int, int]:
+        """Live bytes, and those that the op itself takes, at an op of the step."""
+        step = self.step
+        ops, kept = step.trace.ops, step.state_bytes - self.away_bytes
+        passing = step.temporaries[op]
+        live = ops.live_bytes[op] - self.away_bytes + self._window_bytes - kept - passing
+        return live, min(ops.extra_bytes[op] + passing, self.temporary_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the step."""
+        return max(sum(self._held_at(op)) for op in self.step.ops)
+
+    def changed(self, added_ms: float) -> Trace:
+        """The trace without state that is away outside the step, and with a window of it in the step, which takes `added_ms` longer."""
+        old, step, away_bytes = self.step.trace, self.step, self.away_bytes
         ops = old.ops
         live = [at - away_bytes for at in ops.live_bytes]
         extra, time_us = [*ops.extra_bytes], [*ops.time_us]
         workspace = [*ops.workspace_bytes]
-        kept = self.state_bytes - away_bytes
-        for op in self.ops:
-            live[op] += window_bytes - kept - self.temporaries[op]
-            extra[op] = min(extra[op] + self.temporaries[op], self.temporary_bytes)
+        for op in step.ops:
+            live[op], extra[op] = self._held_at(op)
             workspace[op] = min(workspace[op], extra[op])
-            time_us[op] += 1000 * added_ms / len(ours)
+            time_us[op] += 1000 * added_ms / len(step.ops)
         high = [at + more for at, more in zip(live, extra, strict=True)]
         sizes = [*old.storages.size_bytes]
-        for storage in self.state:
-            sizes[storage] = sizes[storage] * (self.state_bytes - away_bytes) // self.state_bytes
+        for storage in step.state:
+            sizes[storage] = sizes[storage] * (step.state_bytes - away_bytes) // step.state_bytes
         base = old.base_bytes - away_bytes
         return msgspec.structs.replace(
             old,
@@ -335,22 +378,23 @@ def _of(trace: Trace, ops: Iterable[int], category: int) -> set[int]:
     return {storage for storage in written if categories[storage] == category}
 
 
-def _calls_ms(step: _Step) -> float:
-    usual_ms = SEGMENT_MS * (len(step.parameters) + step.count) + PIECE_MS * step.count
-    return pace_of(step.trace) * usual_ms
+def _calls_ms(pieces: _InPieces) -> float:
+    usual_ms = SEGMENT_MS * (len(pieces.step.parameters) + pieces.count) + PIECE_MS * pieces.count
+    return pace_of(pieces.step.trace) * usual_ms
 
 
-def _paging_ms(step: _Step, tier: Tier, device: Device, away_bytes: int) -> float:
+def _paging_ms(pieces: _InPieces, device: Device) -> float:
     """What the step takes longer: more calls, and copies that nothing hides."""
-    out_rate, in_rate = device.rates_of(tier)
+    step = pieces.step
+    assert pieces.tier is not None
+    out_rate, in_rate = device.rates_of(pieces.tier)
     if min(out_rate, in_rate) <= 0:
         return float("inf")
-    bundle = step.bundle_bytes
-    count = -(-away_bytes // max(1, bundle))
+    bundle = pieces.bundle_bytes
+    count = -(-pieces.away_bytes // max(1, bundle))
     own_ms = sum(step.trace.ops.time_us[op] for op in step.ops) / 1000
-    beside_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
-    beside_ms += 2 * count * staging_ms(bundle, device)
+    own_share_ms = own_ms * pieces.away_bytes / step.state_bytes if step.state_bytes else 0.0
+    beside_ms = own_share_ms + 2 * count * staging_ms(bundle, device)
     in_ms, out_ms = 1000 * bundle / in_rate, 1000 * bundle / out_rate
-    lanes_ms = count * (in_ms + out_ms) if tier == "disk" else count * max(in_ms, out_ms)
-    own_share_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
-    return _calls_ms(step) + max(beside_ms, lanes_ms) + in_ms + out_ms - own_share_ms
+    lanes_ms = count * (in_ms + out_ms) if pieces.tier == "disk" else count * max(in_ms, out_ms)
+    return _calls_ms(pieces) + max(beside_ms, lanes_ms) + in_ms + out_ms - own_share_ms
