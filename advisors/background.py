@@ -235,6 +235,7 @@ def _import_all() -> None:
 
 
 def _plan(order: dict[str, Any], output: Path) -> None:
+    from memopt.advisors.best_effort import within_reason
     from memopt.advisors.profiles.problem import usual_limit_s
     from memopt.trace import load_trace
 
@@ -264,13 +265,14 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         first_s = next_s  # the guard holds the budget, this plan would not
         again = _search(adviser, budget, first_s, soon=first_s < limit_s, once=once)
         first = again if again.is_better_than(first) else first
+    first = within_reason(adviser, first)
     _save(first, output)
     if first_s == limit_s or not _does_something(first):
         return
     with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
         os.write(order["alive"], b".")
     _step_back(limit_s)
-    longer = _search(adviser, budget, limit_s)
+    longer = within_reason(adviser, _search(adviser, budget, limit_s))
     if longer.is_better_than(first) and output.exists():
         _save(longer, output)
 

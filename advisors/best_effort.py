@@ -14,6 +14,11 @@ TRIES = 6
 """Each asks for what the refusal of the one before told; the plain peak is what is left then."""
 _WIDER = 1.05
 """From the second try on: where time is short, a search may miss a peak that the one before came to."""
+_MOST_STEPS = 3.0
+"""Plain steps that a step may take under a plan which misses the budget by more than `_NEARLY` of it."""
+_NEARLY = 0.02
+_EASIER = (0.25, 0.5, 0.75)
+"""Of what such a plan takes off the peak: so much is left there instead, the least with which the step takes no longer."""
 
 
 def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
@@ -41,6 +46,33 @@ def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
     note = f"{NOT_MET}the smallest peak found is {peak}; {'; '.join(blocked.blockers)}"
     notes = [note, *(each for each in plan.notes if not each.startswith("nothing to do"))]
     return msgspec.structs.replace(plan, budget_bytes=budget_bytes, notes=notes)
+
+
+def within_reason(adviser: Adviser, plan: Plan) -> Plan:
+    """`plan` of `best_effort`, or one of a larger peak, where it misses the budget by much and a step takes many plain ones: for recurrent layers
+    of hundreds of small tensors it takes fifty."""
+    too_slow = plan.predicted_step_ms > _MOST_STEPS * plan.plain_step_ms
+    if not too_slow or plan.over_bytes <= _NEARLY * plan.budget_bytes:
+        return plan
+    least_bytes, left_bytes = (
+        plan.predicted_peak_bytes,
+        adviser.unplanned_peak_bytes - plan.predicted_peak_bytes,
+    )
+    found = plan
+    for share in _EASIER:
+        try:
+            found = _of_larger_ones(adviser.plan(least_bytes + int(share * left_bytes)), adviser)
+        except BudgetInfeasible:
+            continue
+        if found.predicted_step_ms <= _MOST_STEPS * plan.plain_step_ms:
+            break
+    if found is plan or found.predicted_step_ms >= plan.predicted_step_ms:
+        return plan
+    of_the_least, of_this = (each.predicted_step_ms / plan.plain_step_ms for each in (plan, found))
+    told = format_bytes(least_bytes)
+    why = f"{told} (the step takes {of_the_least:.3g} plain ones then, and {of_this:.2g} under this plan)"
+    notes = [each.replace(told, why, 1) if each.startswith(NOT_MET) else each for each in plan.notes]
+    return msgspec.structs.replace(found, budget_bytes=plan.budget_bytes, notes=notes)
 
 
 def _of_larger_ones(plan: Plan, adviser: Adviser) -> Plan:

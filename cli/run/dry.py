@@ -55,7 +55,7 @@ def dry_run(command: Command, request: RunRequest) -> int:
 
 def _plan(trace: Trace, request: RunRequest) -> Plan:
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.best_effort import best_effort
+    from memopt.advisors.best_effort import best_effort, within_reason
     from memopt.advisors.kinds import allowed
     from memopt.advisors.profiles.problem import usual_limit_s
     from memopt.instrument.memory.room import free_bytes
@@ -63,4 +63,4 @@ def _plan(trace: Trace, request: RunRequest) -> Plan:
     limit_s = request.time_limit_s or usual_limit_s(trace.op_count)
     adviser = Adviser(trace, allowed(request.allow, request.deny), limit_s, str(Path.cwd()))
     budget = request.budget or str(free_bytes(trace.device.kind) or trace.peak_bytes)
-    return best_effort(adviser, budget)
+    return within_reason(adviser, best_effort(adviser, budget))
