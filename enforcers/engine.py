@@ -135,8 +135,7 @@ class Engine(modes.Mode):
             self._leave()
 
     def _leave(self) -> None:
-        if current_mode() is self:
-            self.__exit__(None, None, None)
+        modes.leave_if_innermost(self)
 
     def leave_thread(self) -> None:
         """Watch no more in this thread, which ends."""

@@ -105,6 +105,15 @@ def leave(mode: TorchDispatchMode) -> None:
             mode.__exit__(None, None, None)
 
 
+def leave_if_innermost(mode: TorchDispatchMode) -> None:
+    """Exit `mode`, if the script has entered none above it; those of memopt's stay."""
+    for each in reversed(current_modes()):
+        if each is mode:
+            leave(mode)
+        if each is mode or not isinstance(each, Mode):
+            return
+
+
 @contextlib.contextmanager
 def none_of_ours() -> Iterator[None]:
     """No mode of memopt's is on in here; those of the script are."""

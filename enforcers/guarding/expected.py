@@ -1,12 +1,13 @@
 """How many bytes an op is about to make.
 
-As many as the last time, where its inputs had as many bytes. Where they had not (sentences of all lengths), a product of matrices tells by
-its shapes; of other ops many make a part of what they read, whatever the size; the rest is asked by running it on tensors without
-bytes, which takes up to a millisecond.
+As many as the last time, where its inputs had as many bytes. Where they had not (sentences of all lengths), products of matrices,
+element-wise ops, rows that are picked and images of another size tell by their shapes; of other ops many make a part of what they read,
+whatever the size; the rest is asked by running it on tensors without bytes, which takes from 0.1 ms to several.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -16,12 +17,38 @@ import torch
 from torch import Tensor
 
 from memopt.enforcers.guarding.live_bytes import bytes_of
+from memopt.instrument.by_identity import cached_by_identity
 from memopt.instrument.modes import NUMBERS
 from memopt.instrument.ops import tensors_in
 from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
 _PRODUCTS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1}
 """Of matrices: where the first of the two is among the arguments."""
+_RANGES = ("aten.arange", "aten.range")
+"""Ops whose fractions tell how much they make; of others their type does at most."""
+_RESIZED, _RESIZED_SMOOTHLY = "aten.upsample_", "aten._upsample_"
+_PICKED = "aten.index.Tensor"
+_SAY_YES_OR_NO = frozenset(
+    [
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "isposinf",
+        "isneginf",
+        "signbit",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "logical_not",
+    ]
+)
+"""Element-wise ops that make booleans."""
 _SEEN = 3
 """Calls with other sizes that made the same part of what they read: so will the next."""
 _SAME = 0.01
@@ -73,7 +100,7 @@ class Expected:
         """The op `name` is about to run on these."""
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
         taken = bytes_of(tensors)
-        key = name, taken, _sizes_given(args, kwargs, taken)
+        key = name, taken, _sizes_given(args, kwargs, taken, fractions=name.startswith(_RANGES))
         made = self._made.get(key)
         if made is not None:
             return Op(key, made)
@@ -83,9 +110,9 @@ class Expected:
             kind = self._kinds.setdefault(alike, _Kind())
             if kind.is_known:
                 return Op(key, int(kind.most * taken), kind)
-        first = _PRODUCTS.get(name)
-        if first is not None:
-            return Op(key, _of_a_product(args[first], args[first + 1]), kind)
+        by_shapes = _by_shapes(name, func, args, kwargs, tensors)
+        if by_shapes is not None:
+            return Op(key, by_shapes, kind)
         shown = _would_make(func, args, kwargs, tensors)
         return Op(key, int(shown * self._beyond.get(name, 1.0)), kind, shown)
 
@@ -100,6 +127,54 @@ class Expected:
     def last(self, key: Key) -> int:
         """Bytes that a call of this key made the last time."""
         return self._made[key]
+
+
+def _by_shapes(
+    name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+) -> int | None:
+    """Bytes that the op will make, where its inputs, which are `tensors`, tell without asking it."""
+    first = _PRODUCTS.get(name)
+    if first is not None:
+        return _of_a_product(args[first], args[first + 1])
+    if not tensors or kwargs or any(each.layout is not torch.strided or each.is_nested for each in tensors):
+        return None
+    if name.startswith((_RESIZED, _RESIZED_SMOOTHLY)):
+        image: Tensor = args[0]
+        shape: list[int] = args[2] if "backward" in name else [*image.shape[:2], *args[1]]
+        return math.prod(shape) * image.element_size()
+    if name == _PICKED:
+        return _of_picked(args[0], args[1])
+    if _is_element_wise(func):
+        return _of_element_wise(func, tensors)
+    return None
+
+
+@cached_by_identity
+def _is_element_wise(func: Any) -> bool:
+    """Does it make one tensor, each of whose elements is of one element of each input?"""
+    schema = func._schema
+    return torch.Tag.pointwise in func.tags and not schema.is_mutable and len(schema.returns) == 1
+
+
+def _of_element_wise(func: Any, tensors: list[Tensor]) -> int:
+    shapes = [each.shape for each in tensors]
+    most = max(map(len, shapes))
+    count = 1
+    for back in range(1, most + 1):
+        count *= max([shape[-back] for shape in shapes if len(shape) >= back])
+    if func.overloadpacket.__name__ in _SAY_YES_OR_NO:
+        return count
+    return count * max([each.element_size() for each in tensors if each.dim() > 0 or most == 0])
+
+
+def _of_picked(tensor: Tensor, places: list[Tensor | None]) -> int:
+    """Rows of `tensor`; where those that are picked are told by yes and no, as many as there are."""
+    found = [each for each in places if each is not None]
+    if any(each.dtype in (torch.bool, torch.uint8) for each in found):
+        return tensor.nbytes
+    rest = [size for at, size in enumerate(tensor.shape) if at >= len(places) or places[at] is None]
+    picked = torch.broadcast_shapes(*[each.shape for each in found])
+    return math.prod((*picked, *rest)) * tensor.element_size()
 
 
 def _of_a_product(first: Tensor, second: Tensor) -> int:
@@ -124,14 +199,17 @@ def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
         del guard
 
 
-def _sizes_given(args: tuple[Any, ...], kwargs: dict[str, Any], taken: int) -> tuple[Any, ...]:
+def _sizes_given(
+    args: tuple[Any, ...], kwargs: dict[str, Any], taken: int, *, fractions: bool
+) -> tuple[Any, ...]:
     """Of the arguments of an op whose inputs have `taken` bytes those that are lists of numbers (`zeros`, `repeat`), and the data type; where it has
-    no inputs, numbers as well (`arange`)."""
+    no inputs, whole numbers as well (`arange`), and the types of others, or, with `fractions`, these themselves."""
     lists = [tuple(each) for each in args if type(each) is list and each and type(each[0]) is int]
     dtype = kwargs.get("dtype") if kwargs else None
     if taken:
         return tuple(lists) if dtype is None else (*lists, dtype)
-    return (*lists, *[each for each in args if type(each) in NUMBERS], dtype)
+    numbers = [each for each in args if type(each) in NUMBERS]
+    return (*lists, *[each if fractions or type(each) is int else type(each) for each in numbers], dtype)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

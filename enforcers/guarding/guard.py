@@ -141,6 +141,8 @@ class Guard(modes.Mode):
         self.passed = Passed(loop.frames, device)
         self.most_at_looks = 0
         """Most that was live where the script looked at optimizer state or gradients that were away, while the guard rested."""
+        self._most_given_out = 0
+        """By the allocators at such a look, when it was asked how much of that is tensors: that takes longer than many a step."""
         self._collects = self._may_collect = True
 
     # --- life
@@ -381,8 +383,11 @@ class Guard(modes.Mode):
         if self._counts and self._thread.is_here:
             what = "optimizer state or gradients came back, as the script looked at them (a checkpoint, say)"
             self._make_room(size_bytes, what, trains=False)
-        elif self.active and not 0 < held_bytes(self.device) <= self.budget_bytes - size_bytes:
-            self.most_at_looks = max(self.most_at_looks, self.tensor_bytes() + size_bytes)
+        elif self.active:
+            given_out = held_bytes(self.device)
+            if not given_out or given_out + size_bytes > max(self.budget_bytes, self._most_given_out):
+                self._most_given_out = given_out + size_bytes
+                self.most_at_looks = max(self.most_at_looks, self.tensor_bytes() + size_bytes)
 
     def leaves_again(self) -> None:
         """Optimizer state that the script has looked at is away again."""

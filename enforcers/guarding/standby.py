@@ -255,7 +255,8 @@ class Standby:
             self._less_in = [*self._less_in, saved][-_OF_ALL_SIZES:]
         else:
             self._often_less, self._less_in = 0, []
-        peak = peak_bytes if peak_bytes is not None and self.guard.rests else 0
+        # the first one begins with what the step before it has left
+        peak = peak_bytes if peak_bytes is not None and self.guard.rests and self._begun else 0
         if peak > max(self._excused_bytes, _PASSED * self._most_bytes) and not self.for_good:
             self._came_to_more(peak, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from memopt.enforcers.guarding import expected
+from memopt.enforcers.guarding import guard as guard_module
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.guarding.watched import Saved, Watched
@@ -270,14 +271,16 @@ def test_ops_are_asked_by_their_shapes_no_more_than_they_need_be(
     _, guard = guarded(lambda steps: [], tmp_path, 1 << 40, 0)
     aten, rows = torch.ops.aten, [8, 16, 24, 40, 48, 56, 80, 96]
     calls: list[tuple[Any, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]], int]] = [
-        (aten.gelu.default, lambda x: ((x,), {}), 3),
+        (aten.gelu.default, lambda x: ((x,), {}), 0),
+        (aten.cumsum.default, lambda x: ((x, 0), {}), 3),
         (aten.add_.Tensor, lambda x: ((x, x), {}), 3),
         (aten.native_layer_norm.default, lambda x: ((x, [64], None, None, 1e-5), {}), 3),
         (aten._to_copy.default, lambda x: ((x,), {"dtype": torch.bfloat16}), 3),
         (aten._to_copy.default, lambda x: ((x,), {"dtype": torch.float64}), 3),
         (aten.mm.default, lambda x: ((x, torch.ones(64, x.shape[0])), {}), 0),
         (aten.addmm.default, lambda x: ((torch.ones(32), x, torch.ones(64, 32)), {}), 0),
-        (aten.mul.Tensor, lambda x: ((x[:, :1], x[:1]), {}), len(rows)),
+        (aten.mul.Tensor, lambda x: ((x[:, :1], x[:1]), {}), 0),
+        (aten._cdist_forward.default, lambda x: ((x, x, 2.0, None), {}), len(rows)),
     ]
     for func, given, times in calls:
         asked.clear()
@@ -503,6 +506,22 @@ def test_a_guard_at_rest_notes_what_there_is_where_state_is_looked_at(tmp_path: 
     guard.looked_at(size)
     assert guard.most_at_looks == there + size
     assert guard.passed.most_bytes == 0
+    tier.close()
+
+
+def test_what_there_is_is_looked_for_again_where_more_has_been_given_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at all objects took 60 ms, in each step of 60 whose budget could not be met."""
+    tier = disk_tier(tmp_path)
+    guard = Guard(Loop(Frames(), Iterations(SimpleNamespace()), PlainForms()), tier, "cpu", 1, rests=True)
+    given_out, looks = [1000], []
+    monkeypatch.setattr(guard_module, "held_bytes", lambda device: given_out[0])
+    monkeypatch.setattr(guard, "tensor_bytes", lambda: looks.append(given_out[0]) or given_out[0])
+    for given_out[0] in (1000, 1000, 900, 1100, 1000):
+        guard.looked_at(10)
+    assert looks == [1000, 1100]
+    assert guard.most_at_looks == 1110
     tier.close()
 
 

@@ -625,6 +625,22 @@ def test_nobody_looks_at_what_is_kept_while_the_guard_is_awake(
     assert len(asked) == looks
 
 
+@pytest.mark.parametrize(("before", "for_good"), [(0, False), (1, True)])
+def test_what_the_step_before_the_plan_has_left_does_not_keep_it_awake(
+    before: int, for_good: bool, plan: Plan
+) -> None:
+    """The first iteration under a plan began with two gradients more; those after it, all alike, were recorded again, as the guard moved something
+    in each of them."""
+    guard, as_planned = Idle(), (plan.saved_tensors, plan.saved_elements)
+    guard.budget_bytes = plan.predicted_peak_bytes
+    standby = Standby(cast(Guard, guard), plan)
+    for _ in range(before):
+        standby.iteration_ended(as_planned, None)
+        standby.new_iteration()
+    standby.iteration_ended(as_planned, int(1.02 * plan.predicted_peak_bytes))
+    assert standby.for_good is for_good
+
+
 @pytest.mark.parametrize(("budget_share", "alone"), [(1.0, True), (0.9, False)])
 def test_the_smallest_plan_there_is_is_not_left_for_the_guard_alone(
     budget_share: float, alone: bool, plan: Plan
