@@ -244,7 +244,9 @@ class Measurements:
     def _how_it_moves(self) -> str:
         share, plan = 1 + self._unlike(), self._plan
         saved_bytes = (self._at_the_peak - 1) * plan.saved_elements * _ELEMENT_BYTES
-        more_bytes = max(self._peaks)[0] - plan.predicted_peak_bytes if self._peaks else 0
+        peak_bytes, began_with = max(self._peaks, default=(plan.predicted_peak_bytes, plan.base_bytes))
+        kept_bytes = max(0, began_with - plan.base_bytes) + _MORE_AT_THE_START * plan.predicted_peak_bytes
+        more_bytes = peak_bytes - plan.predicted_peak_bytes - kept_bytes
         if share > (1 + 2 * _MORE_AT_THE_START) * max(1.0, self._at_the_peak) and more_bytes > saved_bytes:
             return (
                 f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: what grew "

@@ -461,6 +461,7 @@ class ApplySession:
         account.declined = failed | account.declined
         actions = self._plan_slots(engine)
         whole = (n for n, taken in account.done.items() if taken >= actions[n] and n not in failed)
+        account.alone += engine.standby is not None and engine.standby.alone
         account.iteration_ended(whole, is_like=not plain and saved[0] == self._plan.saved_tensors)
         engine.new_iteration()
         if self._over_gradients is not None:

@@ -162,7 +162,7 @@ def _may_grow_percent(result: Result, recordings: Recordings) -> int:
     count = len(result.recorder.slots)
     others = [each for each in recordings.earlier if len(each.recorder.slots) == count]
     sizes = result.saved_sizes
-    may = may_grow(saved, [_saved_elements(each)[0] for each in others], weights)
+    may = may_grow(saved, [sum(each.saved_sizes) - weights for each in others], weights)
     return round(100 * max([may, *(may_move(sizes, each.saved_sizes) for each in others)]))
 
 

@@ -49,6 +49,9 @@ class Course:
     recorded: list[int] = field(default_factory=list)
     most_while_recorded: int = 0
     """Bytes, in iterations that were recorded with their saved tensors out of the way."""
+    recorded_again: bool = False
+    most_recorded_again: int = 0
+    """Bytes, in iterations that were recorded after another one had been."""
     enforced_after: int | None = None
     """Iterations that had ended when the plan took effect."""
     planning_ms: float = 0.0
@@ -129,6 +132,7 @@ def facts(course: Course) -> dict[str, Any]:
         "outcome": msgspec.to_builtins(course.outcome) if course.outcome is not None else None,
         "problem": course.problem,
         "most_while_recorded": course.most_while_recorded or None,
+        "most_recorded_again": course.most_recorded_again or None,
         "from_cache": course.from_cache,
         "iterations": course.iterations,
         "enforced_after": course.enforced_after,

@@ -244,9 +244,10 @@ class Stages:
         if self._trace is None:
             found = msgspec.structs.replace(trace, iteration=self._base - self._parts + trace.iteration)
             self._trace = self._state.told_of(found)
-            self.course.most_while_recorded = max(
-                self.course.most_while_recorded, trace.facts.get(WHILE_RECORDED, 0)
-            )
+            course, offloaded = self.course, trace.facts.get(WHILE_RECORDED, 0)
+            course.most_while_recorded = max(course.most_while_recorded, offloaded)
+            if course.recorded_again:
+                course.most_recorded_again = max(course.most_recorded_again, offloaded or trace.peak_bytes)
 
     def _plan(self, count: int) -> None:
         """The recording is whole: wait for a plan a while, then look for it while the script goes on guarded."""
@@ -352,6 +353,7 @@ class Stages:
 
     def _record_again(self, why: str, *, warmup: int = 0, offloaded: bool = False) -> None:
         self._tell(why)
+        self.course.recorded_again = True
         self._profile = self._planning = self._trace = self._background = self._there = None
         self._record(warmup=warmup, offloaded=offloaded)
 

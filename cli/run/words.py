@@ -84,7 +84,12 @@ def last_words(course: Course) -> list[str]:
         *_of_the_first(course, plan),
         *(_grown(course) or _not_kept(course)),
     ]
-    return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
+    return [
+        *lines,
+        *_before_the_plan(course),
+        *_recorded_again(course, plan),
+        *(f"note: {each}" for each in notes),
+    ]
 
 
 def came_to(course: Course) -> float:
@@ -145,6 +150,14 @@ def _before_the_plan(course: Course, when: str = "before the plan took effect") 
         return []
     again = "; the next run starts under the plan" if did_what_it_said(course) else ""
     return [f"note: {when}, live bytes reached {format_bytes(most)}{how}{again}"]
+
+
+def _recorded_again(course: Course, plan: Plan) -> list[str]:
+    """Where that took more than any iteration under a plan."""
+    most = course.most_recorded_again
+    if most <= max(plan.budget_bytes, course.peak_bytes, course.most_while_recorded):
+        return []
+    return [f"note: when an iteration was recorded again, for another plan, live bytes reached {format_bytes(most)}"]  # fmt: skip
 
 
 def _meanwhile(course: Course) -> list[str]:

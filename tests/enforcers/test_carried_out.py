@@ -47,3 +47,14 @@ def test_where_no_iteration_is_like_the_profiled_one_all_count() -> None:
     account.decline(2, "no reason")
     assert account.usual == {1}
     assert notes_on_tensors(account, None) == ["1 action skipped: no reason"]
+
+
+def test_that_the_guard_held_most_iterations_without_the_plan_is_told() -> None:
+    """They ran the same ops, and began with more than was planned for."""
+    for alone, why in ((6, "in 6 the guard"), (0, "the others ran other ops or calls than the profiled one")):
+        account = Account(alone=alone)
+        for taken in (True, True, False, False, False, False, False, False):
+            account.iteration_ended([1] if taken else [], is_like=True)
+        (note,) = notes_on_tensors(account, None)
+        assert note.startswith("1 action skipped in most iterations, and taken in 1 of 7: ")
+        assert why in note

@@ -310,6 +310,17 @@ def test_how_many_times_as_many_elements_is_told_once(measured):
     )
 
 
+@pytest.mark.parametrize(("began_with", "buffers"), [(1_000, True), (30_000_000, False)])
+def test_what_a_script_has_kept_since_is_no_buffer_of_an_op(measured, began_with, buffers):
+    """Deep copies of a model, or what a round of a search leaves in reference cycles."""
+    found = outcomes_of(measured, 1000, 780)
+    found._plan = msgspec.structs.replace(found._plan, predicted_peak_bytes=10_000_000, base_bytes=1_000)
+    found._peaks[:] = [(40_000_000, began_with)]
+    told = "; ".join(found.notes())
+    assert ("buffers of backward's or of an op's, whose size follows the data" in told) is buffers
+    assert ("a measured iteration began with 28.6 MiB more than the profiled one" in told) is not buffers
+
+
 def test_that_the_largest_iterations_were_not_measured_is_told(measured):
     """Sentences of all lengths: 98.8 MiB was told, and the longest came to 109."""
     found = outcomes_of(measured, 1200, 900)
