@@ -2,7 +2,7 @@
 
 The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it), works
 when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself, on a processor
-that always has something else to do after some minutes, and a minute after the script. What it finds is one file: the plan, or why there is
+that always has something else to do after some minutes, and ten seconds after the script (a minute where there is no plan yet). What it finds is one file: the plan, or why there is
 none.
 
 It stays in the script's session. Linux shares the processor among sessions before it looks at priorities (autogroups, `man 7 sched`), and
@@ -52,7 +52,8 @@ _LATEST_S: Final = 600
 _LATEST: Final = 10
 """Times as long as it may search, where that is more."""
 _AFTER_S: Final = 60
-"""By the wall, once the script has ended: what is found then is for its next run."""
+_AFTER_WITH_A_PLAN_S: Final = 10
+"""By the wall, once the script has ended, without a plan and with one: what is found then is for its next run."""
 _MEASURED_S: Final = 10.0
 """To measure a disk takes a tenth of a second; first of all the process has imported what it needs."""
 _ENTRY: Final = (
@@ -211,7 +212,7 @@ def main() -> None:
         return
     order["alive"] = int(sys.argv[1])
     output = Path(order["output"])
-    threading.Thread(target=_end_soon_after, args=(order["alive"],), daemon=True).start()
+    threading.Thread(target=_end_soon_after, args=(order["alive"], output), daemon=True).start()
     try:
         _plan(order, output)
     except BaseException as error:
@@ -329,12 +330,12 @@ def _idle() -> None:
         os.sched_setscheduler(os.getpid(), os.SCHED_IDLE, os.sched_param(0))
 
 
-def _end_soon_after(script: int) -> None:
-    """End the process a minute after nobody can read any more what is written to `script`."""
+def _end_soon_after(script: int, output: Path) -> None:
+    """End the process soon after nobody can read any more what is written to `script`: where there is a plan already, sooner."""
     waits = select.poll()
     waits.register(script, 0)
     waits.poll()
     _idle()
-    time.sleep(_AFTER_S)
+    time.sleep(_AFTER_WITH_A_PLAN_S if output.exists() else _AFTER_S)
     with _saving:
         os._exit(0)

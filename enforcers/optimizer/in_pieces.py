@@ -8,6 +8,7 @@ and gets them back when it has ended. The state of an optimizer that cannot be s
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -67,6 +68,7 @@ class OptimizerInPieces:
         self._room: Room | None = None
         self.keeps_bytes = 0
         """So much of what steps in pieces may stay on the device between steps."""
+        self._pid = os.getpid()
         self._went_on = -1
         """Iterations that had ended when `goes_on` was called for the first time since."""
 
@@ -112,6 +114,8 @@ class OptimizerInPieces:
         if self._went_on == self._iterations.count:
             return
         self._went_on = self._iterations.count
+        if os.getpid() != self._pid:
+            return  # what it was is back since before the fork, and the tier is the parent's
         if not (self._iterations.in_step or self._iterations.in_backward or capturing.on_this_stream()):
             self.begin([each for each in self._iterations.stepped if self._is_back(each)])
             self._leaves_again()

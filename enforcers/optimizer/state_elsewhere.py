@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, ValuesView
-from types import FrameType
 from typing import Any
 
 from memopt.errors import MemoptError
+from memopt.instrument.script.forks import starts_a_loaders_worker
 
 
 class StateElsewhere(defaultdict[Any, Any]):
@@ -99,25 +98,15 @@ StateElsewhere.__hash__ = None
 
 _living: weakref.WeakValueDictionary[int, StateElsewhere] = weakref.WeakValueDictionary()
 """By id, since none can be hashed."""
-_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
 
 def _be_whole() -> None:
     """The script forks."""
-    if not _living or _starts_a_loaders_worker():
+    if not _living or starts_a_loaders_worker():
         return
     for state in list(_living.values()):
         with contextlib.suppress(MemoptError):  # in a child that forks: whoever looks is told
             state.looked_at()
-
-
-def _starts_a_loaders_worker() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_LOADER):
-            return True
-        frame = frame.f_back
-    return False
 
 
 os.register_at_fork(before=_be_whole)

@@ -210,7 +210,7 @@ class DiskStore:
             raise SwapFailed(
                 "swapped tensors belong to the process that swapped them",
                 why="this process was forked from it",
-                try_="--deny optimizer, or start it with the spawn method",
+                try_="--deny optimizer for its state, --deny swap for all else",
             )
         if self._file.fd < 0:
             raise SwapFailed("the swap file is closed")

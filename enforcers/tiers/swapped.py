@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import UntypedStorage
 
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
+from memopt.instrument.script.forks import starts_a_loaders_worker
 
 if TYPE_CHECKING:
     from memopt.enforcers.tiers.feedback import Feedback, Use
@@ -57,6 +60,7 @@ class SwappedStorage:
         self.source = weakref.ref(storage)
         self.waiting = 0
         """Handles that have not been served."""
+        _living.add(self)
 
     def prefetch(self) -> None:
         """Start to bring it back; one that has not left yet just stays, one for which there is no room yet waits for `get`."""
@@ -120,6 +124,21 @@ class SwappedStorage:
             self.waiting -= 1
             if self.waiting <= 0 and not self._home:
                 self._storage = self._arrival = None
+
+
+_living: weakref.WeakSet[SwappedStorage] = weakref.WeakSet()
+
+
+def _come_back() -> None:
+    """The script forks, with a graph that the child may go back through: it could not read what a tier of its parent's holds."""
+    if not _living or starts_a_loaders_worker():
+        return
+    for each in list(_living):
+        with contextlib.suppress(SwapFailed, RuntimeError):  # the child is told as it asks
+            each.get()
+
+
+os.register_at_fork(before=_come_back)
 
 
 class Away(Protocol):

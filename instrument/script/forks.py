@@ -1,8 +1,22 @@
 """Be told when the script forks, for as long as there is someone to tell: a callback given to the interpreter stays for ever."""
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
+
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+
+
+def starts_a_loaders_worker() -> bool:
+    """Is it a DataLoader that forks? Its workers do not train."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LOADER):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def call_around_fork(

@@ -335,14 +335,18 @@ def test_a_planner_that_gets_no_time_ends_all_the_same() -> None:
     assert ended.returncode == -signal.SIGALRM
 
 
-def test_a_planner_does_not_stay_long_after_the_script_and_saves_what_it_is_saving() -> None:
+@pytest.mark.parametrize("has_a_plan", [True, False])
+def test_a_planner_does_not_stay_long_after_the_script_and_saves_what_it_is_saving(
+    has_a_plan: bool, tmp_path: Path
+) -> None:
     """It went on for ten minutes, with gigabytes, where the trace was large."""
     lines = (
-        "import os, threading, time",
+        "import os, sys, threading, time",
+        "from pathlib import Path",
         "from memopt.advisors import background",
-        "background._AFTER_S = 0.1",
+        "background._AFTER_S, background._AFTER_WITH_A_PLAN_S = (60, 0.1) if len(sys.argv) > 2 else (0.1, 60)",
         "script, planner = os.pipe()",
-        "threading.Thread(target=background._end_soon_after, args=(planner,), daemon=True).start()",
+        "threading.Thread(target=background._end_soon_after, args=(planner, Path(sys.argv[1])), daemon=True).start()",
         "time.sleep(0.5)",
         "with background._saving:",
         "    print('the script is there', flush=True)",
@@ -351,7 +355,11 @@ def test_a_planner_does_not_stay_long_after_the_script_and_saves_what_it_is_savi
         "    print('saved', flush=True)",
         "time.sleep(60)",
     )
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=50, capture_output=True, text=True)  # fmt: skip
+    output = tmp_path / "plan.json"
+    if has_a_plan:
+        output.touch()
+    arguments = [str(output), "with a plan"][: 1 + has_a_plan]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines), *arguments], timeout=50, capture_output=True, text=True)  # fmt: skip
     assert (ended.returncode, ended.stdout) == (0, "the script is there\nsaved\n")
 
 

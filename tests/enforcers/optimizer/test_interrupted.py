@@ -226,6 +226,31 @@ def test_a_forked_child_is_let_be(tmp_path: Path) -> None:
         session.finished()
 
 
+def test_a_forked_child_that_trains_on_sends_no_state_away(tmp_path: Path) -> None:
+    """It is whole since before the fork, and the tier is the parent's: a traceback of memopt's was told."""
+    session = ApplySession(plan(late=False), Options(swap_dir=tmp_path, measure=False))
+    session.install()
+    try:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 3, 9, 9), more=True).square().mean().backward()
+            optimizer.step()
+        assert session.pieces is not None
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                session.pieces.goes_on()
+            except SwapFailed:
+                os._exit(3)
+            os._exit(0 if float(optimizer.state_dict()["state"][0]["step"]) == 3 else 4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        session.finished()
+
+
 def _in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     signal.alarm(20)
     forget_parents(ApplySession)

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.enforcers.tiers import swap_file, swap_places
+from memopt.enforcers.tiers import swap_file, swap_places, swapped
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
@@ -492,6 +492,26 @@ def test_a_forked_child_cannot_touch_the_parents_bytes(store):
     second = store.write_async(storage)
     store.wait(second)
     assert fetched(store, second) == content(storage)
+
+
+@pytest.mark.parametrize("by_a_loader", [False, True])
+def test_what_is_away_is_there_in_a_forked_child(store, monkeypatch, by_a_loader):
+    """It may go back through a graph that its parent has made; a loader's worker does not."""
+    monkeypatch.setattr(swapped, "starts_a_loaders_worker", lambda: by_a_loader)
+    storage = some_storage(100_000)
+    swap, bytes_ = swapped.SwappedStorage(store, storage), content(storage)
+    del storage
+    swap.wait_until_away()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if content(swap.get()) == bytes_ else 3)
+        except SwapFailed:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (4 if by_a_loader else 0)
+    assert content(swap.get()) == bytes_
 
 
 def test_a_child_that_outlives_the_parent_does_not_keep_the_space(tmp_path):
