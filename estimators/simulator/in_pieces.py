@@ -237,12 +237,22 @@ class _Step:
         itemsize = self.itemsize(parameter)
         return Uncut(self.trace.storages.size_bytes[parameter] // itemsize, itemsize, (itemsize, leaves))
 
-    def left_by(self, ops: Sequence[int]) -> int:
+    @cached_property
+    def highs(self) -> list[int]:
+        """For each of `groups` most bytes of what its ops make, while they run."""
+        return [self._high_of(ops) for ops, _ in self.groups]
+
+    @cached_property
+    def left(self) -> list[int]:
+        """For each of `groups` what it leaves to the next one."""
+        return [self._left_by(ops) for ops, _ in self.groups]
+
+    def _left_by(self, ops: Sequence[int]) -> int:
         """What `ops` have made and leave to those of the next parameter: names in a loop."""
         deaths, last = self.trace.storages.death_op, max(ops)
         return self._bytes(s for op in ops for s in self._made_at.get(op, []) if deaths[s] > last)
 
-    def high_of(self, ops: Sequence[int]) -> int:
+    def _high_of(self, ops: Sequence[int]) -> int:
         """Most bytes of what `ops` make, while they run."""
         extra, storages = self.trace.ops.extra_bytes, self.trace.storages
         held: list[int] = []
@@ -289,9 +299,9 @@ class _InPieces:
         """Most that a piece makes and lets go: as much to a byte of parameters as the group of ops that makes most. What a group has left
         to the next one (a name in a loop) is no part of that."""
         most = 0
-        for ops, stepped in self.step.groups:
+        for (_, stepped), high in zip(self.step.groups, self.step.highs, strict=True):
             share = min(1.0, self.piece_bytes / stepped) if stepped else 1.0
-            most = max(most, int(share * self.step.high_of(ops)))
+            most = max(most, int(share * high))
         return most
 
     @cached_property
@@ -323,10 +333,9 @@ class _InPieces:
             return self.temporary_bytes
         most = left = 0
         for (which, *_), size in zip(piece, self._sizes(piece), strict=True):
-            ops, stepped = step.groups[which]
-            share = min(1.0, size / stepped)
-            most = max(most, left + int(share * step.high_of(ops)))
-            left = int(share * step.left_by(ops))
+            share = min(1.0, size / step.groups[which][1])
+            most = max(most, left + int(share * step.highs[which]))
+            left = int(share * step.left[which])
         return most
 
     def _held_at(self, op: int) -> tuple[int, int]:
