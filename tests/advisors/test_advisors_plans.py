@@ -224,13 +224,18 @@ def test_predicates_are_compressed_only_at_first_order() -> None:
     assert problem_of(build(layers, facts={"create_graph": 1}), 1, compress).candidates == {}
 
 
-def test_swaps_need_a_link_and_a_megabyte() -> None:
+def test_swaps_need_a_link_and_a_megabyte_where_there_is_another_way() -> None:
     layers = [Layer(2 * MIB), Layer(MIB // 2, reads=(0,)), Layer(400, reads=(1,))]
     swap = frozenset({"swap-host", "swap-disk"})
     assert problem_of(build(layers), 1, swap).candidates == {}
     disk = Device(kind="cpu", disk_out_bytes_per_s=1e9, disk_in_bytes_per_s=1e9, host_out_bytes_per_s=1e10)
     found = problem_of(build(layers, device=disk), 1, swap).candidates
-    assert {s: [o.tier for o in c.options] for s, c in found.items()} == {2: ["disk"]}
+    assert {s: [o.tier for o in c.options] for s, c in found.items()} == {2: ["disk"], 3: ["disk"]}
+    found = problem_of(build(layers, device=disk), 1, swap | {"recompute"}).candidates
+    assert {s: [o.kind for o in c.options] for s, c in found.items()} == {
+        2: ["recompute", "swap"],
+        3: ["recompute"],
+    }
     gpu = Device(kind="cuda", host_out_bytes_per_s=1e10, host_in_bytes_per_s=1e10)
     assert [o.tier for o in problem_of(build(layers, device=gpu), 1, swap).candidates[2].options] == ["host"]
 
