@@ -51,6 +51,9 @@ class Loop:
 
     def remove(self) -> None:
         """Watch no more."""
+        from memopt.instrument.live_objects import forget_old_objects
+
+        forget_old_objects()
         for part in (self.iterations, self.frames, self.forms):
             part.remove()
 

@@ -187,8 +187,8 @@ def _guarded(course: Course) -> list[str]:
         if guard.moved
         else f"nothing {'else ' if course.state_away_bytes else ''}had to be moved in {course.iterations} iterations"
     )
-    if guard.frees_nothing:
-        moved += f"; {guard.frees_nothing}"
+    if guard.why_no_more:
+        moved += f"; {guard.why_no_more}"
     times = [course.times_ms[each] for each in sorted(course.times_ms) if each > 1]
     return [held, moved, f"step {format_ms(median(times))}" if times else "no whole step was seen"]
 

@@ -185,9 +185,13 @@ class Guard(modes.Mode):
         self._held_at.clear()
 
     @property
-    def frees_nothing(self) -> str:
-        """Why moving has freed nothing; empty where it has."""
-        return self._tier.frees_nothing
+    def why_no_more(self) -> str:
+        """Why moving has freed nothing, or ended; empty where neither is so."""
+        failure = self._tier.failure
+        if failure is None:
+            return self._tier.frees_nothing
+        why = f" ({failure.why})" if failure.why else ""
+        return f"{failure.what}{why}, and nothing was moved from there on"
 
     def begin(self, *, waits: bool = False) -> None:
         """Watch from here on, or, if it `waits`, from the first forward that trains: until then there is nothing to move, and preparation

@@ -509,6 +509,17 @@ def test_a_guard_at_rest_notes_what_there_is_where_state_is_looked_at(tmp_path: 
     tier.close()
 
 
+def test_why_nothing_more_was_moved_is_told(tmp_path: Path) -> None:
+    """A swap folder that is full."""
+    tier = disk_tier(tmp_path)
+    guard = Guard(Loop(Frames(), Iterations(SimpleNamespace()), PlainForms()), tier, "cpu", 1, rests=True)
+    assert guard.why_no_more == ""
+    failed: Any = SimpleNamespace(frees_nothing="", failure=SwapFailed("the disk is full", why="5 MiB"))
+    guard._tier = failed
+    assert guard.why_no_more == "the disk is full (5 MiB), and nothing was moved from there on"
+    tier.close()
+
+
 def test_what_there_is_is_looked_for_again_where_more_has_been_given_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
