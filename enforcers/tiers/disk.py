@@ -132,6 +132,7 @@ class DiskStore:
     def write_async(self, storage: torch.UntypedStorage, over: Ticket | None = None) -> Ticket:
         """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile.
         The place of `over` is free once that ticket is gone."""
+        self._require_own_process()
         self.collect()
         if self.failure is not None:
             raise self.failure.again()
@@ -154,6 +155,7 @@ class DiskStore:
         return self._read(ticket, begin, into.nbytes(), into)
 
     def _read(self, ticket: Ticket, begin: int, nbytes: int, into: torch.UntypedStorage) -> Pending:
+        self._require_own_process()
         self.collect()
         if ticket.state is State.OFF:
             raise ValueError("this ticket was taken back")
@@ -170,7 +172,9 @@ class DiskStore:
         self.collect()
 
     def collect(self) -> int:
-        """Drop the storages that are safely written; their bytes."""
+        """Drop the storages that are safely written; their bytes. Asked after each op: it does nothing where there are none."""
+        if not self._safe:
+            return 0
         self._require_own_process()
         dropped: list[torch.UntypedStorage] = []
         with self._lock:  # backward has a thread for each device

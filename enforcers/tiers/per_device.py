@@ -61,10 +61,7 @@ class PerDevice:
         return self._stores[ticket.device].take_back(ticket)
 
     def collect(self) -> int:
-        dropped_bytes = 0
-        for store in list(self._stores.values()):
-            dropped_bytes += store.collect()
-        return dropped_bytes
+        return sum([store.collect() for store in self.stores])
 
     def close(self) -> None:
         for store in self.stores:
