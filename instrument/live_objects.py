@@ -78,7 +78,7 @@ class _Old:
         """Old objects, of `kinds` at least, and all young ones. No garbage may be collected meanwhile."""
         self._unasked = 0
         if not (self._kinds and set(kinds) <= set(self._kinds) and self._listens):
-            return self._begin(tuple(dict.fromkeys((*self._kinds, *kinds))))
+            return self._begin(kinds)
         known = len(self._found)
         alive = [(each, thing) for each in self._found[:known] if (thing := each()) is not None]
         if len(alive) < known // 2:
@@ -87,13 +87,16 @@ class _Old:
         return [thing for _, thing in alive] + young
 
     def _begin(self, kinds: tuple[type, ...]) -> list[Any]:
-        """As `and_young`; the old ones are remembered from here on."""
+        """As `and_young`; the old ones are remembered from here on, and those of the kinds that others ask for."""
+        import torch
+
+        others = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, torch.UntypedStorage, *self._kinds)
         self.forget()
         if not _HAS_GENERATIONS:
             return gc.get_objects()
         if not self._listens:
             gc.callbacks.append(self._listener)
-        self._kinds = kinds
+        self._kinds = tuple(dict.fromkeys((*kinds, *others)))
         young = _young()
         return self._remember(gc.get_objects(generation=2)) + young
 

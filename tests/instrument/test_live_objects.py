@@ -47,6 +47,10 @@ def _nothing_remembered() -> Iterator[None]:
     forget_old_objects()
 
 
+class _Held:
+    """Of a kind that nobody asks for."""
+
+
 def _found(*things: Any) -> list[int]:
     """How often each is among what lives."""
     among = living(Tensor, nn.Module)
@@ -120,9 +124,11 @@ def test_a_look_leaves_nothing_in_cycles() -> None:
 
 
 def test_another_kind_and_a_list_of_callbacks_that_is_the_scripts_are_another_first_look() -> None:
-    module, weight = nn.Linear(2, 2), torch.zeros(1)
+    module, weight, odd = nn.Linear(2, 2), torch.zeros(1), _Held()
     gc.collect()
     living(Tensor)
+    assert _found(module, weight) == [1, 1]
+    assert [each is odd for each in living(_Held)[0]] == [True]
     assert _found(module, weight) == [1, 1]
     callbacks = gc.callbacks[:]
     try:
