@@ -245,9 +245,10 @@ class Stages:
             found = msgspec.structs.replace(trace, iteration=self._base - self._parts + trace.iteration)
             self._trace = self._state.told_of(found)
             course, offloaded = self.course, trace.facts.get(WHILE_RECORDED, 0)
-            course.most_while_recorded = max(course.most_while_recorded, offloaded)
             if course.recorded_again:
                 course.most_recorded_again = max(course.most_recorded_again, offloaded or trace.peak_bytes)
+            else:
+                course.most_while_recorded = offloaded
 
     def _plan(self, count: int) -> None:
         """The recording is whole: wait for a plan a while, then look for it while the script goes on guarded."""

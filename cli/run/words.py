@@ -155,7 +155,7 @@ def _before_the_plan(course: Course, when: str = "before the plan took effect") 
 def _recorded_again(course: Course, plan: Plan) -> list[str]:
     """Where that took more than any iteration under a plan."""
     most = course.most_recorded_again
-    if most <= max(plan.budget_bytes, course.peak_bytes, course.most_while_recorded):
+    if most <= max(plan.budget_bytes, course.peak_bytes):
         return []
     return [f"note: when an iteration was recorded again, for another plan, live bytes reached {format_bytes(most)}"]  # fmt: skip
 

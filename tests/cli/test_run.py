@@ -326,12 +326,12 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told(
 def test_what_recording_again_took_is_told_where_no_plan_took_as_much() -> None:
     from memopt.cli.run.words import _recorded_again
 
-    def told(most: int, *, peak: int = 3 << 20, recorded: int = 0) -> list[str]:
-        course: Any = SimpleNamespace(most_recorded_again=most, peak_bytes=peak, most_while_recorded=recorded)
+    def told(most: int, *, peak: int = 3 << 20) -> list[str]:
+        course: Any = SimpleNamespace(most_recorded_again=most, peak_bytes=peak)
         plan: Any = SimpleNamespace(budget_bytes=2 << 20)
         return _recorded_again(course, plan)
 
-    assert told(0) == told(3 << 20) == told(4 << 20, recorded=4 << 20) == []
+    assert told(0) == told(3 << 20) == told(4 << 20, peak=4 << 20) == []
     (note,) = told(5 << 20)
     assert "when an iteration was recorded again, for another plan, live bytes reached 5.00 MiB" in note
 
