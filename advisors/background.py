@@ -2,8 +2,8 @@
 
 The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it), works
 when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself, on a processor
-that always has something else to do after some minutes, and ten seconds after the script (a minute where there is no plan yet). What it finds is one file: the plan, or why there is
-none.
+that always has something else to do after some minutes, and ten seconds after the script, a minute where there is no plan yet. What it finds
+is one file: the plan, or why there is none.
 
 It stays in the script's session. Linux shares the processor among sessions before it looks at priorities (autogroups, `man 7 sched`), and
 OpenMP threads that wait for one that does not run take up to twenty times as long for a step: two cores, beside a loop in Python.

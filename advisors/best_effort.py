@@ -54,14 +54,11 @@ def within_reason(adviser: Adviser, plan: Plan) -> Plan:
     too_slow = plan.predicted_step_ms > _MOST_STEPS * plan.plain_step_ms
     if not too_slow or plan.over_bytes <= _NEARLY * plan.budget_bytes:
         return plan
-    least_bytes, left_bytes = (
-        plan.predicted_peak_bytes,
-        adviser.unplanned_peak_bytes - plan.predicted_peak_bytes,
-    )
-    found = plan
+    least_bytes, found = plan.predicted_peak_bytes, plan
+    saved_bytes = adviser.unplanned_peak_bytes - least_bytes
     for share in _EASIER:
         try:
-            found = _of_larger_ones(adviser.plan(least_bytes + int(share * left_bytes)), adviser)
+            found = _of_larger_ones(adviser.plan(least_bytes + int(share * saved_bytes)), adviser)
         except BudgetInfeasible:
             continue
         if found.predicted_step_ms <= _MOST_STEPS * plan.plain_step_ms:

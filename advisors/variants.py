@@ -33,7 +33,7 @@ frozen weights: so much may be streamed."""
 
 _Way = tuple[Tier | None, float, bool]
 """Where state is between steps, of how large a share, and whether gradients are there, too."""
-_Pieces = tuple[_Way, int]
+_Cut = tuple[_Way, int]
 """And how many bytes of parameters a piece has; 0: as few as there may be."""
 
 
@@ -47,7 +47,7 @@ class Variants:
     """`trace` is of the run whose backward writes over the gradients that it uses up."""
     streamed: Streamed | None = None
     """`trace` is of the run whose frozen weights are streamed."""
-    _in_pieces_views: dict[_Pieces, tuple[TraceView, Pieces]] = field(default_factory=dict)
+    _in_pieces_views: dict[_Cut, tuple[TraceView, Pieces]] = field(default_factory=dict)
 
     @cached_property
     def _view(self) -> TraceView:

@@ -7,6 +7,7 @@ whatever the size; the rest is asked by running it on tensors without bytes, whi
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -26,28 +27,12 @@ _PRODUCTS = {"aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 
 """Of matrices: where the first of the two is among the arguments."""
 _RANGES = ("aten.arange", "aten.range")
 """Ops whose fractions tell how much they make; of others their type does at most."""
-_RESIZED, _RESIZED_SMOOTHLY = "aten.upsample_", "aten._upsample_"
+_RESIZED = "aten.upsample_", "aten._upsample_"
 _PICKED = "aten.index.Tensor"
-_SAY_YES_OR_NO = frozenset(
-    [
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "isposinf",
-        "isneginf",
-        "signbit",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "logical_not",
-    ]
-)
+_SAY_YES_OR_NO = frozenset([
+    "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "isposinf", "isneginf", "signbit",
+    "logical_and", "logical_or", "logical_xor", "logical_not",
+])  # fmt: skip
 """Element-wise ops that make booleans."""
 _SEEN = 3
 """Calls with other sizes that made the same part of what they read: so will the next."""
@@ -110,7 +95,9 @@ class Expected:
             kind = self._kinds.setdefault(alike, _Kind())
             if kind.is_known:
                 return Op(key, int(kind.most * taken), kind)
-        by_shapes = _by_shapes(name, func, args, kwargs, tensors)
+        by_shapes = None
+        with contextlib.suppress(Exception):  # of a tensor that is not as others are
+            by_shapes = _by_shapes(name, func, args, kwargs, tensors)
         if by_shapes is not None:
             return Op(key, by_shapes, kind)
         shown = _would_make(func, args, kwargs, tensors)
@@ -138,7 +125,7 @@ def _by_shapes(
         return _of_a_product(args[first], args[first + 1])
     if not tensors or kwargs or any(each.layout is not torch.strided or each.is_nested for each in tensors):
         return None
-    if name.startswith((_RESIZED, _RESIZED_SMOOTHLY)):
+    if name.startswith(_RESIZED):
         image: Tensor = args[0]
         shape: list[int] = args[2] if "backward" in name else [*image.shape[:2], *args[1]]
         return math.prod(shape) * image.element_size()
