@@ -247,6 +247,7 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000))
     recorded, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
     for adviser in _largest_first(recorded, float(order.get("grown", 1.0))):
+        last = time.monotonic()
         first = _search(adviser, budget, first_s, soon=first_s < limit_s)
         if not first.over_bytes:
             break
@@ -258,9 +259,11 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         (first.over_bytes and (can_be_met or (can_be_less and not _does_something(first))))
         or first_s < slow_s
     ):
-        next_s = min(limit_s, _LONGER * first_s)
-        if time.monotonic() - began + next_s > _LONG_S and _does_something(first):
+        next_s, now = min(limit_s, _LONGER * first_s), time.monotonic()
+        # of thousands of ops one takes longer than it is given, and the next no less than the last
+        if now - began + max(next_s, now - last) > _LONG_S and _does_something(first):
             break
+        last = now
         # the smallest peak of all has been looked for, if this is one, but perhaps not the shortest step with it
         once = _does_something(first) and first_s >= slow_s
         first_s = next_s  # the guard holds the budget, this plan would not

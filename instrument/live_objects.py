@@ -20,6 +20,7 @@ from memopt.instrument.script.unheard import unheard
 
 _LISTS = (list, deque)
 _FEW = 8
+"""Things of which the collector is asked who refers to them."""
 _HAS_GENERATIONS = sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
 _MOST_UNASKED = 64
 """Collections of what is young, after which nobody looks any more: to remember takes a part of what they do."""
