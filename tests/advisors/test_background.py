@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,30 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
     assert [each / asked[0] for each in asked[:-1]] == [1, 4][:searches]
     assert asked[-1] == 60.0, "once more with all the time that there is"
     assert load_plan(output).predicted_step_ms == (slower - len(asked)) * found.plain_step_ms
+
+
+@pytest.mark.parametrize(("takes_s", "searches"), [(0.0, 2), (0.3, 1)])
+def test_the_script_does_not_wait_for_another_search_that_takes_as_long_as_the_first(
+    takes_s: float, searches: int, trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an LSTM's thousands of ops one takes ten times as long as it is given: 11 s of a script of 60 ms a step."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    slow = msgspec.structs.replace(found, predicted_step_ms=9 * found.plain_step_ms)
+    asked = list[float]()
+
+    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False) -> Plan:  # fmt: skip
+        asked.append(limit_s)
+        time.sleep(takes_s)
+        return slow
+
+    monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_FIRST_S", (0.01, 0.01))
+    monkeypatch.setattr(background, "_LONG_S", 0.5)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
+    here, there = os.pipe()
+    background._plan({**ORDER, "trace": str(trace_path), "alive": there}, tmp_path / "plan.json")
+    assert os.read(here, 2) == b"."
+    assert len(asked) == searches + 1, "and once more with all the time that there is"
 
 
 def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: Path, tmp_path: Path) -> None:
