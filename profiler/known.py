@@ -88,7 +88,8 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
             tell(gradient, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
     in_a_list = there.in_lists
-    for tensor in tensors:
+    # views with a name before what they are views of, which may have none (results of `torch.func.vmap`)
+    for tensor in sorted(tensors, key=lambda each: id(each) not in variables):
         gradient = kept_gradient(tensor)
         if gradient is not None:
             tell(gradient, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")

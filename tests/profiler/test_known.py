@@ -65,6 +65,27 @@ def test_variables_are_named_without_running_the_scripts_code(tmp_path: Path) ->
     assert [named.get(each) for each in wanted] == [4000, 8000, 12000], named
 
 
+def test_a_view_in_a_variable_names_what_it_is_a_view_of(tmp_path: Path) -> None:
+    """Half of a peak was "left over from before": the per-sample gradients of the last iteration, which `torch.func` gives as views."""
+    text = """
+import torch
+class Holder: pass
+holder = Holder()
+holder.whole = torch.ones(5000)
+part = holder.whole.view(50, 100)
+layer = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(6):
+    layer(torch.ones(32, 64)).relu().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("done")
+"""
+    trace = profiled(text, tmp_path, says="done\n").trace
+    sizes = {trace.storage_label(each): size for each, size in enumerate(trace.storages.size_bytes)}
+    assert sizes.get("variable part · 50×100 fp32") == 20_000, sizes
+
+
 REFUSED_VIEWS = """
 import torch
 
