@@ -248,10 +248,13 @@ class Measurements:
         kept_bytes = max(0, began_with - plan.base_bytes) + _MORE_AT_THE_START * plan.predicted_peak_bytes
         more_bytes = peak_bytes - plan.predicted_peak_bytes - kept_bytes
         if share > (1 + 2 * _MORE_AT_THE_START) * max(1.0, self._at_the_peak) and more_bytes > saved_bytes:
-            return (
-                f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: what grew "
-                "most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
+            plain_bytes = plan.unplanned_peak_bytes
+            grew = (
+                "as much as without the plan, which knows calls by the place that they are made from, and found others there"
+                if abs(peak_bytes - plain_bytes) <= _MORE_AT_THE_START * plain_bytes
+                else "what grew most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
             )
+            return f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: {grew}"
         which = "the profiled one" if plan.grown <= 1 else f"one of {plan.grown:.2f} times as many"
         found = f"the peak moves with them, and was predicted for {which}"
         if self._of_more_tensors:

@@ -321,6 +321,20 @@ def test_what_a_script_has_kept_since_is_no_buffer_of_an_op(measured, began_with
     assert ("a measured iteration began with 28.6 MiB more than the profiled one" in told) is not buffers
 
 
+def test_a_peak_as_without_the_plan_is_not_told_as_one_that_follows_the_data(measured):
+    """The evaluations of L-BFGS's line search are called from another line than the one that was recorded."""
+    found = outcomes_of(measured, 1000, 1010)
+    for unplanned, why in (
+        (40_100_000, "as much as without the plan"),
+        (90_000_000, "whose size follows the data"),
+    ):
+        found._plan = msgspec.structs.replace(
+            found._plan, predicted_peak_bytes=10_000_000, unplanned_peak_bytes=unplanned, base_bytes=1_000
+        )
+        found._peaks[:] = [(40_000_000, 1_000)]
+        assert why in "; ".join(found.notes())
+
+
 def test_that_the_largest_iterations_were_not_measured_is_told(measured):
     """Sentences of all lengths: 98.8 MiB was told, and the longest came to 109."""
     found = outcomes_of(measured, 1200, 900)
