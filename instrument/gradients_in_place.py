@@ -22,6 +22,7 @@ from torch.autograd.function import BackwardCFunction
 
 from memopt.instrument import modes
 from memopt.instrument.accumulate import called_by_engine
+from memopt.instrument.live_objects import no_collections
 from memopt.instrument.ops import fills_its_memory, is_plain
 from memopt.instrument.torch_internals import autograd_engine, current_node, storage_use_count
 
@@ -84,6 +85,8 @@ _IDS = frozenset(map(id, (*FORMULAS, _ADD)))
 """Overloads hash themselves in Python, which takes longer."""
 _ROWS = (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default)
 
+_LOOKS = 5
+"""At most, until two agree."""
 Holders = tuple[int, int, int, int, int]
 """References to a tensor, to its Python object and to its storage; of a view, to its base and to that one's Python object."""
 
@@ -188,9 +191,13 @@ def _holders(gradient: Tensor) -> Holders:
 def _usual() -> frozenset[Holders]:
     """What `_holders` gives where only the engine holds a gradient, found by looking: versions of Python and torch count differently.
     Empty where it would not show that somebody else holds it."""
-    kept: list[Tensor] = []
-    alone, held = _look(lambda gradient: None), _look(kept.append)
-    return alone if alone and not alone & held else frozenset()
+    with no_collections():  # a collection, of whichever thread, has references to all that is young
+        for _ in range(_LOOKS):
+            kept: list[Tensor] = []
+            alone, held = _look(lambda gradient: None), _look(kept.append)
+            if alone and not alone & held and alone == _look(lambda gradient: None):
+                return alone
+    return frozenset()
 
 
 def prepare() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from memopt.enforcers.gradients_in_place import GradientsInPlace
 from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.gradients_in_place import in_place, why_not
+from memopt.instrument import gradients_in_place
 from memopt.instrument.gradients_in_place import FORMULAS
 from memopt.plan import Plan
 from memopt.trace import IN_PLACE, Trace
@@ -319,3 +321,19 @@ def test_a_guard_that_is_awake_leaves_them_to_be_written_over(
         assert computed == plain, outcome
         assert outcome.actions.skipped == 0, outcome
         assert any("nothing was left that could be moved" in note for note in outcome.notes), outcome
+
+
+def test_references_are_counted_again_where_somebody_had_one_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A garbage collection in another thread; nothing was written over then until the process ended."""
+    look, looks = gradients_in_place._look, list[int]()
+
+    def disturbed(hook: Any) -> frozenset[Any]:
+        looks.append(0)
+        found = look(hook)
+        return found if len(looks) > 1 else frozenset((a, b + 1, *others) for a, b, *others in found)
+
+    monkeypatch.setattr(gradients_in_place, "_look", disturbed)
+    assert gradients_in_place._usual.__wrapped__() == gradients_in_place._usual()
+    assert len(looks) > 3
