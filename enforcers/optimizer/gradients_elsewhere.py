@@ -28,7 +28,7 @@ from memopt.enforcers.tiers.swap_file import PAGE_BYTES
 from memopt.enforcers.weights import python_reads
 from memopt.enforcers.weights.emptied import Room
 from memopt.estimators.simulator.gradients_away import LEAST_BYTES
-from memopt.instrument.live_objects import living
+from memopt.instrument.live_objects import living, no_collections
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.gradient_reads import GradientReads, give_back, gradient_of, let_go
@@ -325,9 +325,10 @@ def _references(parameter: Tensor) -> int:
 @functools.cache
 def _references_alone() -> int:
     """As many as there are where nobody but the parameter holds it: that differs between versions of torch."""
-    parameter = torch.zeros(1, requires_grad=True)
-    give_back(parameter, torch.zeros(1))
-    return _references(parameter)
+    with no_collections():  # which have references to all that is young
+        parameter = torch.zeros(1, requires_grad=True)
+        give_back(parameter, torch.zeros(1))
+        return _references(parameter)
 
 
 def _on(storage: UntypedStorage, like: Tensor) -> Tensor:

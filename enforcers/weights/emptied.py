@@ -13,6 +13,7 @@ from torch import UntypedStorage
 
 from memopt.enforcers.tiers.feedback import OnStream, Use
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier
+from memopt.instrument.live_objects import no_collections
 from memopt.instrument.memory.allocator_events import note_freed
 
 _ARRIVED: Future[None] = Future()
@@ -48,9 +49,10 @@ class _Holder:
 @functools.cache
 def _references() -> int:
     """To the storage of a tensor that nobody has but a holder who counts them: torch keeps one of its own from some version on."""
-    tensor = torch.empty(0, device="cpu")
-    holder = _Holder(tensor.untyped_storage())
-    return sys.getrefcount(holder.storage)
+    with no_collections():  # which have references to all that is young
+        tensor = torch.empty(0, device="cpu")
+        holder = _Holder(tensor.untyped_storage())
+        return sys.getrefcount(holder.storage)
 
 
 class EmptiedStorage:
