@@ -105,7 +105,7 @@ def in_place_form(
         return None
     if not (_is_whole(gradient, least_bytes) and _go_with(func, gradient, args[1:], kwargs)):
         return None
-    if not _is_only_use(func, node) or not _is_only_holder(gradient) or not called_by_engine():
+    if not _is_only_use(func, node) or not _is_only_holder(gradient, object()) or not called_by_engine():
         return None
     if func is _ADD:
         return lambda: aten.add_.Tensor(*args)
@@ -170,21 +170,22 @@ def _is_only_use(func: Any, node: Any) -> bool:
     )  # the divisor's formula divides what was saved
 
 
-def _is_only_holder(gradient: Tensor) -> bool:
-    """Nobody holds the gradient, its Python object or its bytes but the engine, or the view that it is."""
-    found = _holders(gradient)
+def _is_only_holder(gradient: Tensor, beside: object) -> bool:
+    """Nobody holds the gradient, its Python object or its bytes but the engine, or the view that it is. `beside`: what nobody else has."""
+    found = _holders(gradient, beside)
     if _seen is not None:
         _seen.append(found)
         return False
     return found in _usual()
 
 
-def _holders(gradient: Tensor) -> Holders:
+def _holders(gradient: Tensor, beside: object) -> Holders:
+    """References to both count each call that hands them on, where torch.compile, or a profiler, has a say in how frames are run."""
     base: Any = gradient._base
     uses: Any = gradient
     of_base = (base._use_count(), sys.getrefcount(base)) if base is not None else (0, 0)
     there = storage_use_count(gradient.untyped_storage()._cdata)
-    return uses._use_count(), sys.getrefcount(gradient), there, *of_base
+    return uses._use_count(), sys.getrefcount(gradient) - sys.getrefcount(beside), there, *of_base
 
 
 @cache

@@ -3,6 +3,7 @@ somebody else still looks at."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,17 @@ def test_references_are_counted_again_where_somebody_had_one_meanwhile(
     monkeypatch.setattr(gradients_in_place, "_look", disturbed)
     assert gradients_in_place._usual.__wrapped__() == gradients_in_place._usual()
     assert len(looks) > 3
+
+
+def test_references_count_the_same_where_frames_are_run_another_way() -> None:
+    """Once torch.compile had compiled something, nothing was written over in that process."""
+    usual = gradients_in_place._usual.__wrapped__()
+    assert usual
+    sys.setprofile(lambda *event: None)
+    try:
+        profiled = gradients_in_place._usual.__wrapped__()
+    finally:
+        sys.setprofile(None)
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2))
+    assert profiled == gradients_in_place._usual.__wrapped__() == usual
