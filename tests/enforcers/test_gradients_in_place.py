@@ -3,7 +3,7 @@ somebody else still looks at."""
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.gradients_in_place import in_place, why_not
 from memopt.instrument import gradients_in_place
 from memopt.instrument.gradients_in_place import FORMULAS
+from memopt.instrument.torch_internals import set_compiler
 from memopt.plan import Plan
 from memopt.trace import IN_PLACE, Trace
 from tests.support.enforced import Loop, any_mixture, enforced, recorded, seeded, state_digests
@@ -340,15 +341,23 @@ def test_references_are_counted_again_where_somebody_had_one_meanwhile(
     assert len(looks) > 3
 
 
-def test_references_count_the_same_where_frames_are_run_another_way() -> None:
-    """Once torch.compile had compiled something, nothing was written over in that process."""
+def test_references_count_the_same_while_another_thread_compiles() -> None:
+    """Frames are run another way then, in all threads, and each call holds what it hands on: nothing was written over."""
     usual = gradients_in_place._usual.__wrapped__()
     assert usual
-    sys.setprofile(lambda *event: None)
+    compiles, ends = threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        set_compiler(False)
+        compiles.set()
+        ends.wait(60)
+        set_compiler(None)
+
+    thread = threading.Thread(target=compiling)
+    thread.start()
+    compiles.wait(60)
     try:
-        profiled = gradients_in_place._usual.__wrapped__()
+        assert gradients_in_place._usual.__wrapped__() == usual
     finally:
-        sys.setprofile(None)
-    compiled = torch.compile(lambda x: x + 1, backend="eager")
-    compiled(torch.ones(2))
-    assert profiled == gradients_in_place._usual.__wrapped__() == usual
+        ends.set()
+        thread.join()
