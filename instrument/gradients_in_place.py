@@ -180,7 +180,7 @@ def _is_only_holder(gradient: Tensor, beside: object) -> bool:
 
 
 def _holders(gradient: Tensor, beside: object) -> Holders:
-    """References to both count each call that hands them on, where torch.compile, or a profiler, has a say in how frames are run."""
+    """`beside` has a reference from each call that hands both on where frames are run another way: while some thread compiles (torch.compile)."""
     base: Any = gradient._base
     uses: Any = gradient
     of_base = (base._use_count(), sys.getrefcount(base)) if base is not None else (0, 0)

@@ -138,15 +138,12 @@ def _young() -> list[Any]:
 def _of_kinds(things: list[Any], kinds: tuple[type, ...]) -> tuple[list[Any], ...]:
     """As `living`, of those among `things`."""
     found: tuple[list[Any], ...] = tuple([] for _ in kinds)
-    if things:
-        types = list(map(type, things))
-        keys = types if all(map(_hashes_by_identity, set(map(type, types)))) else list(map(id, types))
-        kind_of = dict(zip(keys, types, strict=True))
-        into = {
-            key: each for key, kind in kind_of.items() if (each := _place(kind, kinds, found)) is not None
-        }
-        for at in compress(count(), map(into.__contains__, keys)):
-            into[keys[at]].append(things[at])
+    types = list(map(type, things))
+    keys = types if all(map(_hashes_by_identity, set(map(type, types)))) else list(map(id, types))
+    kind_of = dict(zip(keys, types, strict=True))
+    into = {key: each for key, kind in kind_of.items() if (each := _place(kind, kinds, found)) is not None}
+    for at in compress(count(), map(into.__contains__, keys)):
+        into[keys[at]].append(things[at])
     return found
 
 

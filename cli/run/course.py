@@ -50,6 +50,7 @@ class Course:
     most_while_recorded: int = 0
     """Bytes, in iterations that were recorded with their saved tensors out of the way."""
     recorded_again: bool = False
+    """Was another iteration recorded, after the first?"""
     most_recorded_again: int = 0
     """Bytes, in iterations that were recorded after another one had been."""
     enforced_after: int | None = None

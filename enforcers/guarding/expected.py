@@ -11,7 +11,6 @@ import contextlib
 import math
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ class Op:
 class _Kind:
     """Calls of an overload on tensors of as many dimensions, with the same lists of numbers and data type."""
 
-    least: float = inf
+    least: float = math.inf
     most: float = 0.0
     seen: int = 0
 

@@ -190,8 +190,7 @@ class Guard(modes.Mode):
         failure = self._tier.failure
         if failure is None:
             return self._tier.frees_nothing
-        why = f" ({failure.why})" if failure.why else ""
-        return f"{failure.what}{why}, and nothing was moved from there on"
+        return f"{failure.words}, and nothing was moved from there on"
 
     def begin(self, *, waits: bool = False) -> None:
         """Watch from here on, or, if it `waits`, from the first forward that trains: until then there is nothing to move, and preparation

@@ -7,15 +7,13 @@ child could not bring it back: it is whole before the script forks, except for a
 
 from __future__ import annotations
 
-import contextlib
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, ValuesView
 from typing import Any
 
 from memopt.errors import MemoptError
-from memopt.instrument.script.forks import starts_a_loaders_worker
+from memopt.instrument.script.forks import bring_back_before_forks
 
 
 class StateElsewhere(defaultdict[Any, Any]):
@@ -99,14 +97,4 @@ StateElsewhere.__hash__ = None
 _living: weakref.WeakValueDictionary[int, StateElsewhere] = weakref.WeakValueDictionary()
 """By id, since none can be hashed."""
 
-
-def _be_whole() -> None:
-    """The script forks."""
-    if not _living or starts_a_loaders_worker():
-        return
-    for state in list(_living.values()):
-        with contextlib.suppress(MemoptError):  # in a child that forks: whoever looks is told
-            state.looked_at()
-
-
-os.register_at_fork(before=_be_whole)
+bring_back_before_forks(_living.values, lambda state: state.looked_at(), MemoptError)

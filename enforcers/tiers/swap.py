@@ -21,6 +21,11 @@ AnyTicket = TypeVar("AnyTicket")
 class SwapFailed(NotPossibleHere):
     """A tier cannot take, or cannot give back, bytes. After a failed write the ticket still holds its storage: keep that."""
 
+    @property
+    def words(self) -> str:
+        """What failed, and why where that is known."""
+        return f"{self.what} ({self.why})" if self.why else self.what
+
     def again(self) -> SwapFailed:
         """The same news without the frames of the first time, which would keep storages alive."""
         return SwapFailed(self.what, why=self.why, try_=self.try_)

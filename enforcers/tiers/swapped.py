@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import UntypedStorage
 
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
-from memopt.instrument.script.forks import starts_a_loaders_worker
+from memopt.instrument.script.forks import bring_back_before_forks
 
 if TYPE_CHECKING:
     from memopt.enforcers.tiers.feedback import Feedback, Use
@@ -127,18 +125,8 @@ class SwappedStorage:
 
 
 _living: weakref.WeakSet[SwappedStorage] = weakref.WeakSet()
-
-
-def _come_back() -> None:
-    """The script forks, with a graph that the child may go back through: it could not read what a tier of its parent's holds."""
-    if not _living or starts_a_loaders_worker():
-        return
-    for each in list(_living):
-        with contextlib.suppress(SwapFailed, RuntimeError):  # the child is told as it asks
-            each.get()
-
-
-os.register_at_fork(before=_come_back)
+bring_back_before_forks(lambda: _living, SwappedStorage.get, SwapFailed, RuntimeError)
+"""A child may go back through its parent's graph."""
 
 
 class Away(Protocol):
@@ -232,8 +220,7 @@ class Swapper:
 
     def failures(self) -> list[str]:
         """What went wrong, in words; what could not be copied was kept."""
-        found = [tier.failure for tier in self._tiers.values() if tier.failure is not None]
-        return [f"{each.what} ({each.why})" if each.why else each.what for each in found]
+        return [tier.failure.words for tier in self._tiers.values() if tier.failure is not None]
 
     def frees_nothing(self) -> list[str]:
         """Of which tier that is so, and why."""

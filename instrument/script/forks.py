@@ -1,10 +1,14 @@
 """Be told when the script forks, for as long as there is someone to tell: a callback given to the interpreter stays for ever."""
 
+import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import TypeVar
+
+Thing = TypeVar("Thing")
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 
@@ -17,6 +21,22 @@ def starts_a_loaders_worker() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def bring_back_before_forks(
+    living: Callable[[], Iterable[Thing]], back: Callable[[Thing], object], *refusals: type[Exception]
+) -> None:
+    """Call `back` of each that is `living` as the script forks, for a child could not bring it back; not where a DataLoader starts a worker, which
+    does not look. Of those that refuse whoever looks in the child is told."""
+
+    def bring_back() -> None:
+        there = list(living())
+        if there and not starts_a_loaders_worker():
+            for each in there:
+                with contextlib.suppress(*refusals):
+                    back(each)
+
+    os.register_at_fork(before=bring_back)
 
 
 def call_around_fork(

@@ -35,6 +35,8 @@ sys.modules["nameless"] = types.SimpleNamespace(__file__=__file__)
 table, rows, proxy = Table(kept=torch.ones(1000)), Rows([torch.ones(2000)]), Proxy()
 itself = [torch.ones(3000)]
 itself.append(itself)
+"""
+TRAINING = """
 layer = torch.nn.Linear(64, 64)
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 for _ in range(6):
@@ -55,7 +57,7 @@ def profiled(text: str, folder: Path, *, says: str) -> Run:
 
 
 def test_variables_are_named_without_running_the_scripts_code(tmp_path: Path) -> None:
-    run = profiled(SCRIPT, tmp_path, says="done\n")
+    run = profiled(SCRIPT + TRAINING, tmp_path, says="done\n")
     trace = run.trace
     named = {trace.storage_label(each): size for each, size in enumerate(trace.storages.size_bytes)}
     wanted = [
@@ -73,15 +75,8 @@ class Holder: pass
 holder = Holder()
 holder.whole = torch.ones(5000)
 part = holder.whole.view(50, 100)
-layer = torch.nn.Linear(64, 64)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-for _ in range(6):
-    layer(torch.ones(32, 64)).relu().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-print("done")
 """
-    trace = profiled(text, tmp_path, says="done\n").trace
+    trace = profiled(text + TRAINING, tmp_path, says="done\n").trace
     sizes = {trace.storage_label(each): size for each, size in enumerate(trace.storages.size_bytes)}
     assert sizes.get("variable part · 50×100 fp32") == 20_000, sizes
 

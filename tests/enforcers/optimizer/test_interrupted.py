@@ -211,12 +211,7 @@ def test_a_forked_child_is_let_be(tmp_path: Path) -> None:
     session = ApplySession(plan(late=True), Options(swap_dir=tmp_path, measure=False))
     session.install()
     try:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 3, 9, 9), more=True).square().mean().backward()
-            optimizer.step()
+        model, optimizer = _after_three_steps()
         child = os.fork()
         if child == 0:
             os._exit(_in_child(model, optimizer))
@@ -231,12 +226,7 @@ def test_a_forked_child_that_trains_on_sends_no_state_away(tmp_path: Path) -> No
     session = ApplySession(plan(late=False), Options(swap_dir=tmp_path, measure=False))
     session.install()
     try:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 3, 9, 9), more=True).square().mean().backward()
-            optimizer.step()
+        _, optimizer = _after_three_steps()
         assert session.pieces is not None
         child = os.fork()
         if child == 0:
@@ -249,6 +239,16 @@ def test_a_forked_child_that_trains_on_sends_no_state_away(tmp_path: Path) -> No
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
         session.finished()
+
+
+def _after_three_steps() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 9, 9), more=True).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
 
 
 def _in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -24,6 +24,7 @@ from memopt.enforcers.tiers import swap_file, swap_places, swapped
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
+from memopt.instrument.script import forks
 from tests.support import warm
 
 PAGE = swap_file.PAGE_BYTES
@@ -496,7 +497,7 @@ def test_a_forked_child_cannot_touch_the_parents_bytes(store):
 @pytest.mark.parametrize("by_a_loader", [False, True])
 def test_what_is_away_is_there_in_a_forked_child(store, monkeypatch, by_a_loader):
     """It may go back through a graph that its parent has made; a loader's worker does not."""
-    monkeypatch.setattr(swapped, "starts_a_loaders_worker", lambda: by_a_loader)
+    monkeypatch.setattr(forks, "starts_a_loaders_worker", lambda: by_a_loader)
     storage = some_storage(100_000)
     swap, bytes_ = swapped.SwappedStorage(store, storage), content(storage)
     del storage
