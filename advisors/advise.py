@@ -131,7 +131,9 @@ class Adviser:
     def write(
         self, problem: Problem, decisions: Decisions, strategy: str, notes: tuple[str, ...] = ()
     ) -> Plan:
-        return write_plan(problem, decisions, strategy=strategy, profile=self.profile, notes=notes)
+        return write_plan(
+            problem, decisions, strategy=strategy, profile=self.profile, notes=notes, soon=self.soon
+        )
 
     def decide(self, budget_bytes: int, strategy: str = "auto") -> Decided:
         """The problem, what `strategy` decides, and notes for the reader. Raises `BudgetInfeasible`, which tells the floor too."""

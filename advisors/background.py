@@ -251,14 +251,9 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         first = _search(adviser, budget, first_s, soon=first_s < limit_s)
         if not first.over_bytes:
             break
-    can_be_met = first.over_bytes and first_s < limit_s and adviser.floor.bytes <= first.budget_bytes
-    can_be_less = adviser.floor.bytes < first.unplanned_peak_bytes
     slow_ms = _SLOW[bool(first.over_bytes)] * first.plain_step_ms
     slow_s = _LONGER * first_s if first.predicted_step_ms > slow_ms else 0.0
-    while first_s < limit_s and (
-        (first.over_bytes and (can_be_met or (can_be_less and not _does_something(first))))
-        or first_s < slow_s
-    ):
+    while first_s < limit_s and (first_s < slow_s or _falls_short(adviser, first)):
         next_s, now = min(limit_s, _LONGER * first_s), time.monotonic()
         # of thousands of ops one takes longer than it is given, and the next no less than the last
         if now - began + max(next_s, now - last) > _LONG_S and _does_something(first):
@@ -291,6 +286,15 @@ def _save(plan: Plan, output: Path) -> None:
 
 def _does_something(plan: Plan) -> bool:
     return bool(plan.actions or plan.script_actions)
+
+
+def _falls_short(adviser: Adviser, plan: Plan) -> bool:
+    """Does it miss a budget that can be met, or do nothing where something can be done? What can be takes as long to know as a first search."""
+    if not plan.over_bytes:
+        return False
+    floor_bytes = adviser.floor.bytes
+    nothing_done = floor_bytes < plan.unplanned_peak_bytes and not _does_something(plan)
+    return floor_bytes <= plan.budget_bytes or nothing_done
 
 
 def _search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False) -> Plan:

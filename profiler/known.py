@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -17,6 +18,7 @@ from memopt.instrument.live_objects import held_by_lists, living
 from memopt.instrument.nodes import node_of
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
+from memopt.profiler.storages import describe
 from memopt.trace import IN_A_LIST, LEFT_OVER, VARIABLE
 
 Tell = Callable[[Tensor, str, str], None]
@@ -34,24 +36,6 @@ class There:
     optimizers: list[torch.optim.Optimizer]
     tensors: list[Tensor]
     storages: list[UntypedStorage]
-    _listed: set[int] | None = None
-
-    @property
-    def in_lists(self) -> set[int]:
-        """ids of those tensors with a graph that a list holds."""
-        return self.with_lists()._listed or set()
-
-    def with_lists(self) -> There:
-        """Itself, once these have been looked for: another look at each object."""
-        if self._listed is None:
-            variables, alone = _values_of_variables(), _references_of_a_variable()
-            with_graph = [
-                each
-                for each in self.tensors
-                if node_of(each) is not None and (id(each) not in variables or sys.getrefcount(each) > alone)
-            ]
-            self._listed = held_by_lists(with_graph, apart=self.tensors)
-        return self
 
 
 def there_now() -> There:
@@ -60,15 +44,16 @@ def there_now() -> There:
     return There(modules, optimizers, tensors, storages)
 
 
-def tell_all(tell: Tell, frames: Frames, there: There) -> dict[int, str]:
-    """Call `tell` for every tensor that is `there`, the surest name first. Returns id of a parameter -> its name."""
+def tell_all(tell: Tell, frames: Frames, there: There, *, lists: bool = False) -> dict[int, str]:
+    """Call `tell` for every tensor that is `there`, the surest name first. Returns id of a parameter -> its name. `lists`: graphs that one keeps are
+    told as such, which may take as long as a short step."""
     names: dict[int, str] = {}
     with DisableTorchFunction():  # looking at a tensor must not run the script's own code
-        _tell_all(tell, frames, names, there)
+        _tell_all(tell, frames, names, there, _graphs_in_lists(there.tensors) if lists else set())
     return names
 
 
-def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -> None:
+def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There, in_a_list: set[int]) -> None:
     modules, optimizers, tensors = there.modules, there.optimizers, there.tensors
     for root in _roots(modules):
         top = frames.name_of_root(root)
@@ -87,7 +72,6 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
         if gradient is not None:
             tell(gradient, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
-    in_a_list = there.in_lists
     # views with a name before what they are views of, which may have none (results of `torch.func.vmap`)
     for tensor in sorted(tensors, key=lambda each: id(each) not in variables):
         gradient = kept_gradient(tensor)
@@ -95,6 +79,20 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
             tell(gradient, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
         name = variables.get(id(tensor), LEFT_OVER)
         tell(tensor, _category(tensor), f"{name}{IN_A_LIST}" if id(tensor) in in_a_list else name)
+
+
+def _graphs_in_lists(tensors: list[Tensor]) -> set[int]:
+    """ids of those of `tensors` that a list holds, of several alike with a graph: what a list that grows has."""
+    labels = {id(each): describe(each) for each in tensors if node_of(each) is not None}
+    alike = Counter(labels.values())
+    variables, alone = _values_of_variables(), _references_of_a_variable()
+    several = [
+        each
+        for each in tensors
+        if alike[labels.get(id(each), "")] > 1
+        and (id(each) not in variables or sys.getrefcount(each) > alone)
+    ]
+    return held_by_lists(several, apart=tensors)
 
 
 def _category(tensor: Tensor) -> str:

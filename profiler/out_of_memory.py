@@ -37,7 +37,7 @@ def trace_of_now(script: Script, partial: str, line: str = "") -> Trace:
     if kind == "cpu" and torch.accelerator.is_available() and _bytes_in_use():
         kind = str(torch.accelerator.current_accelerator())
     found = _Found(kind)
-    names = tell_all(found.tell, Frames(), there)
+    names = tell_all(found.tell, Frames(), there, lists=True)
     for tensor, node, slot in _saved():
         found.tell(tensor, "activation", f"saved by {node.name()} ({slot}){_where(node, names)}")
     return found.trace(script, partial, line)

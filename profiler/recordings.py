@@ -203,7 +203,7 @@ class Recordings:
         clock = self._clock(with_bytes=iteration >= self.wanted_iteration and self.result is None)
         most = _MOST_OPS_BEFORE_TRAINING if iteration < self.wanted_iteration else _MOST_OPS
         recorder = self._recorder(clock, most)
-        names = tell_all(recorder.met.know, self._frames, there)
+        names = tell_all(recorder.met.know, self._frames, there, lists=True)
         del there  # or it keeps tensors alive
         self._there = None
         recorder.met.expect(self.hidden_buckets(in_use), in_use)
@@ -375,7 +375,7 @@ class Recordings:
         there = self.there()
         self.device = self._wanted.device or device_in_use(there.modules)
         recorder = Recorder(self._frames, self._iterations, TimeOnly(), self.device)
-        tell_all(recorder.met.know, self._frames, there)
+        tell_all(recorder.met.know, self._frames, there, lists=True)
         del there
         know_what_is_saved(recorder)
         recorder.begin(self.device)

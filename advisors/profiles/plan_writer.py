@@ -41,19 +41,26 @@ from memopt.workspaces import workspaces_of
 _FORWARD, _OTHER = PHASES.index("forward"), PHASES.index("other")
 _WHENEVER = None, False, None
 """Nothing waits for a copy out."""
-_MARGINS_S = 1.5
-"""For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
+_MARGINS_S, _MARGINS_SOON_S = 1.5, 0.1
+"""For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak. The second where a script waits
+for the plan."""
 
 
 def write_plan(
-    problem: Problem, decisions: Decisions, *, strategy: str, profile: str, notes: tuple[str, ...] = ()
+    problem: Problem,
+    decisions: Decisions,
+    *,
+    strategy: str,
+    profile: str,
+    notes: tuple[str, ...] = (),
+    soon: bool = False,
 ) -> Plan:
     """The plan for `decisions` and what is given, the actions that save most first."""
     decisions = {**problem.given, **decisions}
     chains, kept = problem.simulator.chains(decisions)
     decisions = {storage: decision for storage, decision in decisions.items() if storage not in kept}
     timeline = problem.simulator.run(decisions, whole=True)
-    writer = _Writer(problem, decisions, timeline, chains)
+    writer = _Writer(problem, decisions, timeline, chains, soon=soon)
     actions = [
         writer.action(candidate, decision)
         for storage, decision in decisions.items()
@@ -241,12 +248,18 @@ def _of_pieces(pieces: Pieces, kind: str) -> str:
 
 class _Writer:
     def __init__(
-        self, problem: Problem, decisions: Decisions, timeline: Timeline, chains: dict[int, Chain]
+        self,
+        problem: Problem,
+        decisions: Decisions,
+        timeline: Timeline,
+        chains: dict[int, Chain],
+        *,
+        soon: bool,
     ) -> None:
         self.problem, self.decisions, self.timeline = problem, decisions, timeline
         self.view, self.trace = problem.view, problem.view.trace
         self.chains = chains
-        self.deadline = now() + _MARGINS_S
+        self.deadline = now() + (_MARGINS_SOON_S if soon else _MARGINS_S)
         self.chain_of_op: dict[int, list[Chain]] = {}
         for chain in chains.values():
             for op in chain.ops:

@@ -55,6 +55,8 @@ _TRIES = 3
 _MOST_PHASES = 3
 """Of the training that are recorded after the first one."""
 _ALIKE = 0.02
+_LITTLE = 0.005
+"""Of the peak: no more in reference cycles is worth looking for it."""
 _AS_LONG = 2
 """Times as long as recording and planning took before it goes on guarded: a guarded step may cost half a plain one more than a planned one."""
 _CHEAP = 0.05
@@ -285,18 +287,27 @@ class Stages:
             self._watch_over()
 
     def _get_ready(self) -> None:
-        """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is. Tensors
-        in reference cycles, which few recorded iterations began with, go first."""
+        """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is."""
         import memopt.enforcers.engine
         import memopt.enforcers.session
         import memopt.enforcers.tiers.planned  # noqa: F401
         from memopt.instrument.script.other_threads import threads_of_the_script
         from memopt.profiler.known import there_now
 
-        gc.collect()
+        self._collect_garbage()
         self._send_left_over()
         if self._wishes.measure and not threads_of_the_script():
-            self._there = there_now().with_lists()
+            self._there = there_now()
+
+    def _collect_garbage(self) -> None:
+        """Tensors in reference cycles go, where there is more than the recorded iteration began with: to collect takes as long as many a step."""
+        from memopt.instrument.memory.meter import living_storages
+
+        trace = self._trace
+        assert trace is not None
+        there_bytes = sum(storage.nbytes() for storage in living_storages(trace.device.kind))
+        if self._state.is_away or there_bytes > trace.base_bytes + _LITTLE * trace.peak_bytes:
+            gc.collect()
 
     def _send_left_over(self) -> None:
         """Where the recorded iteration has left a graph: the plan's first would begin with it, and the plan counts on its being away."""

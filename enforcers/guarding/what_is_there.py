@@ -14,7 +14,7 @@ from memopt.instrument.identity import parts_of
 from memopt.instrument.memory.meter import living_storages, storage_on
 from memopt.instrument.torch_internals import DisableTorchDispatch
 from memopt.profiler.known import There, tell_all, there_now
-from memopt.trace import IN_A_LIST, LEFT_OVER
+from memopt.trace import LEFT_OVER
 from memopt.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def what_is_there(frames: Frames, device: str, there: There | None = None) -> di
 def _words(category: str, name: str) -> str:
     if category == _STATE:
         return f"{_STATE} ({name.partition(' of ')[0]})"
-    if name.removesuffix(IN_A_LIST) == LEFT_OVER:
+    if name == LEFT_OVER:
         return UNNAMED
     return _TOGETHER.get(category, re.sub(r"\d+", "#", name))
 

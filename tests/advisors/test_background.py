@@ -332,6 +332,28 @@ def test_a_first_search_has_time_for_every_op(
     assert asked[0] == pytest.approx(1.0)
 
 
+def test_where_a_plan_meets_the_budget_nobody_asks_how_low_one_could_go(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took as long as the search itself, and the script waited."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    asked = list[Adviser]()
+
+    def floor(adviser: Adviser) -> Floor:
+        asked.append(adviser)
+        return Floor(1, "")
+
+    monkeypatch.setattr(Adviser, "floor", property(floor))
+    monkeypatch.setattr(background, "_search", lambda *_, **__: found)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
+    _, there = os.pipe()
+    background._plan({**ORDER, "trace": str(trace_path), "alive": there}, tmp_path / "plan.json")
+    assert not asked
+    found = msgspec.structs.replace(found, predicted_peak_bytes=2 * found.budget_bytes)
+    background._plan({**ORDER, "trace": str(trace_path), "alive": there}, tmp_path / "plan.json")
+    assert asked
+
+
 def test_searches_share_what_the_profile_gives(trace_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates do not depend on the budget, nor on what another search has had."""
     looked = list[int]()

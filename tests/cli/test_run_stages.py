@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from memopt.cli.requests import RunRequest
 from memopt.cli.run.cache import Cache
@@ -107,6 +108,25 @@ def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
     stages._enforce(plan, "its plan")
     assert begun == [None if moves else there]
     assert stages._there is None
+
+
+@pytest.mark.parametrize(
+    ("began_with_bytes", "is_away", "collected"),
+    [(0, False, True), (1 << 40, False, False), (1 << 40, True, True)],
+)
+def test_garbage_is_collected_where_there_is_more_than_the_recorded_iteration_began_with(
+    began_with_bytes: int, is_away: bool, collected: bool, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the process knows is looked at for that, which takes as long as many a step. How much there is nobody can say while state is away."""
+    kept = torch.ones(1 << 20)
+    done: list[str] = []
+    monkeypatch.setattr("gc.collect", lambda: done.append("collected"))
+    stages._trace = SimpleNamespace(
+        device=SimpleNamespace(kind="cpu"), base_bytes=began_with_bytes, peak_bytes=kept.nbytes
+    )
+    monkeypatch.setattr(stages, "_state", SimpleNamespace(is_away=is_away))
+    stages._collect_garbage()
+    assert bool(done) is collected
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

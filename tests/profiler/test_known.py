@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.instrument.frames import Frames
 from memopt.profiler import known
 from tests.support.profiled import Profiler, Run
 
@@ -111,8 +112,10 @@ def test_views_that_autograd_refuses_since_their_base_was_written_stop_nothing(t
     assert run.trace.peak_bytes > 0
 
 
-def test_what_one_variable_alone_holds_is_looked_for_in_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To find all lists that hold something takes longer than many a step."""
+def test_lists_are_looked_for_where_a_list_that_grows_may_hold_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To find all lists that hold something takes longer than many a step: of what one variable alone holds nobody asks, nor of what is unlike all others."""
     asked: list[int] = []
     by_lists = known.held_by_lists
 
@@ -120,14 +123,24 @@ def test_what_one_variable_alone_holds_is_looked_for_in_no_list(monkeypatch: pyt
         asked.extend(map(id, things))
         return by_lists(things, apart=apart)
 
+    def named(**which: bool) -> dict[int, str]:
+        asked.clear()
+        names: dict[int, str] = {}
+        there = known.there_now()
+        known.tell_all(lambda tensor, _, name: names.setdefault(id(tensor), name), Frames(), there, **which)
+        return names
+
     monkeypatch.setattr(known, "held_by_lists", told)
     main = sys.modules["__main__"]
-    for name in ("alone", "in_a_list_too"):
-        monkeypatch.setattr(main, name, torch.ones(2, requires_grad=True) * 2, raising=False)
-    kept = [main.in_a_list_too]
-    in_lists = known.there_now().in_lists
-    assert id(main.alone) not in asked
+    for name, size in (("alone", 2), ("in_a_list_too", 2), ("unlike", 3)):
+        monkeypatch.setattr(main, name, torch.ones(size, requires_grad=True) * 2, raising=False)
+    kept = [main.in_a_list_too, main.unlike]
+    names = named(lists=True)
+    assert names[id(kept[0])] == "variable in_a_list_too (in a list)"
+    assert names[id(main.alone)] == "variable alone"
     assert id(main.in_a_list_too) in asked
-    assert id(kept[0]) in in_lists
+    assert not {id(main.alone), id(main.unlike)} & set(asked)
+    assert named()[id(kept[0])] == "variable in_a_list_too"
+    assert not asked
     monkeypatch.setattr(main, "alone", [main.alone])
-    assert id(main.alone[0]) in known.there_now().in_lists
+    assert named(lists=True)[id(main.alone[0])] == "variable alone (in a list)"
