@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import gc
 import math
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -25,11 +22,11 @@ from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.guarding.expected import Expected, Key, Op
 from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.guarding.makers import Makers
+from memopt.enforcers.guarding.movable import Movable
 from memopt.enforcers.guarding.passed import Passed
-from memopt.enforcers.guarding.watched import Saved, Use, Watched
+from memopt.enforcers.guarding.watched import Watched
 from memopt.enforcers.guarding.whole_budget import WholeBudget
-from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
-from memopt.enforcers.tiers.swapped import SwappedStorage
+from memopt.enforcers.tiers.swap import SwapTier
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
@@ -40,11 +37,8 @@ from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, 
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.stepping.gradient_reads import is_leaf
-from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of
 from memopt.workspaces import ON_A_CPU, Calls, workspace_bytes
-
-if TYPE_CHECKING:
-    from memopt.enforcers.values import Values
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
@@ -54,13 +48,6 @@ _LEAST_SHARE = 256
 """Of the budget, this part."""
 _PAGE_BYTES = 4096
 _MOST_BEFORE = 16
-_NEWEST = 16
-"""Storages that are tried whenever room is needed: an op's result is held by a local variable of the script's for a few ops."""
-_OTHERS = 4
-"""Where all were tried in vain, the others are tried again once room was needed so often, to this part of their number, or twice as much is
-needed."""
-_AHEAD = 2
-"""Storages that are asked for next and come back before they are, where there is room."""
 
 
 class Guard(modes.Mode):
@@ -86,14 +73,6 @@ class Guard(modes.Mode):
         self._least_bytes = min(LEAST_BYTES, max(_PAGE_BYTES, budget_bytes // _LEAST_SHARE))
         self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self._live = Live(device) if rests else Live(device).look_around()
-        self._saved: OrderedDict[int, Saved] = OrderedDict()
-        """By address, in the order of saving."""
-        self._here: dict[int, Saved] = {}
-        """Of these, what has not left: all that is tried where room is needed."""
-        self._skips = 0
-        """Times that room is needed for which only the newest are tried: what held the others holds most of them still."""
-        self._in_vain_bytes = 0
-        """Above the budget when all were tried in vain."""
         self._expected = Expected()
         self.workspaces: Mapping[str, Calls] = ON_A_CPU if device == "cpu" else {}
         """What ops take beside their results: as kernels do in general, until a profile has shown it."""
@@ -104,11 +83,7 @@ class Guard(modes.Mode):
         """The most that was live in calls without gradients which are told apart, and before the one that goes on."""
         self._about_bytes = 0
         """What the op that is about to run takes."""
-        self._ahead: dict[int, SwappedStorage] = {}
-        """By id: brought back before they are asked for, and not asked for yet."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
-        self.values: Values | None = None
-        """Of a plan beside which it holds the budget: what replays are made of may leave as well."""
         self.sent: Callable[[], None] | None = None
         """Waits until what that plan has sent away is away: it leaves sooner than what is sent now."""
         self.last_resort: Callable[[], None] = lambda: None
@@ -120,6 +95,7 @@ class Guard(modes.Mode):
         self._makers = Makers()
         self._capturing = Capturing(device)
         self._streams = OneStream()
+        self.movable = Movable(tier, self._live, self._streams, device)
         self.active = True
         self.rests = rests
         self._waits = False
@@ -135,9 +111,6 @@ class Guard(modes.Mode):
         """How many elements each of the tensors has that autograd saved in the last iteration."""
         self.saved_before: list[tuple[int, int]] = []
         """For each of the first iterations how many tensors autograd saved, and their elements."""
-        self.moved = 0
-        """Storages that have left."""
-        self.moved_bytes = 0
         self.passed = Passed(loop.frames, device)
         self.most_at_looks = 0
         """Most that was live where the script looked at optimizer state or gradients that were away, while the guard rested."""
@@ -146,6 +119,15 @@ class Guard(modes.Mode):
         self._collects = self._may_collect = True
 
     # --- life
+
+    @property
+    def moved(self) -> int:
+        """Storages that have left."""
+        return self.movable.moved
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.movable.moved_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -215,9 +197,7 @@ class Guard(modes.Mode):
         self.active = self._waits = False
         modes.leave(self)
         self._hooks.remove()
-        self._saved.clear()
-        self._here.clear()
-        self._ahead.clear()
+        self.movable.forget_all()
 
     def wake(self) -> None:
         """Hold the budget from here on, be it in the midst of an iteration."""
@@ -320,15 +300,7 @@ class Guard(modes.Mode):
             return Kept(tensor)
         if self.device == "cpu" and not self.rests:
             self._live.met(storage)
-        handle = Watched(tensor)
-        known = self._saved.get(storage._cdata)
-        if known is None or not known.living() or known.away is not None:
-            known = self._saved[storage._cdata] = Saved(storage._cdata, storage.nbytes())
-            self._saved.move_to_end(storage._cdata)
-            self._here.pop(storage._cdata, None)
-            self._here[storage._cdata] = known
-        known.handles.append(weakref.ref(handle))
-        return handle
+        return self.movable.keep(tensor, storage)
 
     def unpack(self, handle: Kept) -> Tensor:
         """The hook: the tensor, wherever it was."""
@@ -338,12 +310,11 @@ class Guard(modes.Mode):
                 return handle.get()
             if handle.away is None:
                 return share(handle.get())  # what the node uses from now on must not leave before its op
-            brought = self._ahead.pop(id(handle.away), None)
-            if self.active and brought is None:
+            if not self.movable.is_asked_for(handle) and self.active:
                 self._make_room(handle.size_bytes, "a saved tensor")
             tensor = handle.get()
             if self.active:
-                self._look_ahead()
+                self.movable.look_ahead(self.budget_bytes - self._live.now())
             return tensor
         finally:
             del guard
@@ -400,26 +371,6 @@ class Guard(modes.Mode):
     def _counts(self) -> bool:
         return self.active and not self.rests and not self._waits
 
-    def _look_ahead(self) -> None:
-        """Those that were saved last are asked for next: start to bring a few back, if there is room."""
-        room, left = self.budget_bytes - self._live.now(), _AHEAD
-        for saved in reversed(self._saved.values()):
-            content = saved.away() if saved.away is not None else None
-            if (
-                content is None
-                or content.here is not None
-                or not any(not each.served for each in saved.living())
-            ):
-                continue
-            if left == 0 or saved.size_bytes > room // 2:
-                return
-            content.prefetch()
-            room, left = room - saved.size_bytes, left - 1
-            if content.here is not None:
-                self._ahead[id(content)] = content
-                if self.device == "cpu":
-                    self._live.met(content.here)
-
     # --- room
 
     def _above(self, need_bytes: int) -> int:
@@ -434,7 +385,7 @@ class Guard(modes.Mode):
             over = self._above(need_bytes)
         if over <= 0:
             return
-        over = self._move_away(need_bytes) if self._saved else over
+        over = self._move_away(need_bytes) if self.movable else over
         if over > 0 and self._may_collect:
             over = self._collect_garbage(need_bytes)
         if over > 0 and self._thread.is_here and not self._iterations.in_step:
@@ -445,14 +396,6 @@ class Guard(modes.Mode):
             trains = torch.is_grad_enabled() or iterations.in_backward or iterations.in_step
         after_backward = self.after_backward and not iterations.in_backward
         self.passed.by(over, need_bytes, what, trains=trains, after_backward=after_backward)
-
-    def _tried(self, over: int) -> list[Saved]:
-        """What may leave now, where so many bytes are to."""
-        self._skips -= 1
-        if self._skips < 0 or over > 2 * self._in_vain_bytes:
-            self._skips = -1
-            return list(self._here.values())
-        return [*islice(reversed(self._here.values()), _NEWEST)][::-1]
 
     def _collect_garbage(self, need_bytes: int) -> int:
         """Tensors in reference cycles may be all that is left; at most once an iteration, and no more where that frees nothing. What is still
@@ -467,73 +410,13 @@ class Guard(modes.Mode):
         """What is still above the budget then."""
         guard = DisableTorchDispatch()
         try:
-            self._send_back()
+            self.movable.send_back()
             self._tier.collect()
-            leaving: list[SwappedStorage] = []
-            over = self._above(need_bytes)
-            for saved in self._tried(over) if self._tier.failure is None else ():
-                if over <= 0:
-                    break
-                content = self._send(saved)
-                if content is not None:
-                    leaving.append(content)
-                    over -= saved.size_bytes
-            if not leaving and self._skips < 0:
-                self._skips, self._in_vain_bytes = len(self._here) // _OTHERS, over
-            for content in leaving:
-                self._wait(content)
+            over = self.movable.send(self._above(need_bytes))
             self._tier.collect()
         finally:
             del guard
         return over
-
-    def _send_back(self) -> None:
-        """What came back before anybody has asked for it. Of a graph that nobody calls backward on nobody will."""
-        while self._ahead:
-            self._ahead.popitem()[1].send_back()
-
-    def _send(self, saved: Saved) -> SwappedStorage | None:
-        """Start to move it, if only autograd holds it; None: it stays, or is gone."""
-        if saved.is_held_by_others and not (self.values is not None and self.values.pins(saved.address)):
-            return None
-        handles = saved.living()
-        if not handles:
-            self._forget(saved.address)
-            return None
-        kept = {id(each.tensor): each for each in handles}
-        pins = self.values.pins_of(storage_of(handles[0].tensor)) if self.values is not None else 0
-        if storage_use_count(saved.address) > len(kept) + pins + 1:  # one is who asks
-            return None
-        if self._streams.why_keep(handles[0].tensor.device):
-            return None
-        try:
-            use = Use(self._live) if self.device == "cpu" else None
-            content = SwappedStorage(self._tier, storage_of(handles[0].tensor), use)
-        except SwapFailed as error:
-            without_frames(error)
-            return None
-        if use is not None:
-            use.content = weakref.ref(content)
-        if self.values is not None:
-            self.values.is_swapped(handles[0].tensor, content)
-        for handle in handles:
-            handle.leave(content)
-        saved.away = weakref.ref(content)
-        del self._here[saved.address]
-        self.moved += 1
-        self.moved_bytes += saved.size_bytes
-        return content
-
-    def _forget(self, address: int) -> None:
-        """No handle on it lives any more."""
-        self._saved.pop(address, None)
-        self._here.pop(address, None)
-
-    def _wait(self, content: SwappedStorage) -> None:
-        try:
-            content.wait_until_away()
-        except SwapFailed as error:
-            without_frames(error)  # the ticket still has the bytes
 
     # --- the training loop (Listener)
 
@@ -546,10 +429,7 @@ class Guard(modes.Mode):
     def new_iteration(self) -> None:
         """What ended with the one before is forgotten; graphs that live on stay known."""
         self._leave_room_for_the_context()
-        for address, saved in list(self._saved.items()):
-            if not saved.living():
-                self._forget(address)
-        self._send_back()
+        self.movable.new_iteration()
         if len(self.saved_before) < _MOST_BEFORE:
             self.saved_before.append((len(self._sizes_now), sum(self._sizes_now)))
         self.last_sizes, self._sizes_now = self._sizes_now, []

@@ -333,7 +333,7 @@ def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values
     tier = offload_tier(swap_dir)
     guard = Guard(loop, tier, plan.device.kind, budget_bytes, rests=True)
     values.tier = tier
-    guard.values = values
+    guard.movable.values = values
     values.kept = lambda value: guard.held_again(value.cached) if value.cached is not None else None
     guard.workspaces = plan.workspace_calls
     return Standby(guard, plan)

@@ -20,6 +20,7 @@ from memopt.enforcers.guarding import expected
 from memopt.enforcers.guarding import guard as guard_module
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.live_bytes import Live
+from memopt.enforcers.guarding.movable import Movable
 from memopt.enforcers.guarding.watched import Saved, Watched
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
@@ -298,22 +299,22 @@ def test_ops_are_asked_by_their_shapes_no_more_than_they_need_be(
         assert asked == [str(func)] * times
 
 
-@pytest.mark.parametrize("call", ["pack", "_send"])
+@pytest.mark.parametrize(("owner", "call"), [(Guard, "pack"), (Movable, "_send")])
 def test_what_a_second_stream_saves_or_would_move_stays(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy would wait for the stream that is current, which need not have waited for the one that made the tensor."""
-    loop, here, original = layers(), ["first"], getattr(Guard, call)
+    loop, here, original = layers(), ["first"], getattr(owner, call)
     plain, watched = guarded(loop, tmp_path, 2**40)
 
-    def on_the_second(guard: Guard, given: Any) -> Any:
-        here[0] = "second" if guard._saved else "first"
+    def on_the_second(self: Any, given: Any) -> Any:
+        here[0] = "second" if getattr(self, "movable", self) else "first"
         try:
-            return original(guard, given)
+            return original(self, given)
         finally:
             here[0] = "first"
 
-    monkeypatch.setattr(Guard, call, on_the_second)
+    monkeypatch.setattr(owner, call, on_the_second)
     monkeypatch.setattr(one_stream, "current_stream", lambda device: here[0])
     computed, guard = guarded(loop, tmp_path, int(0.6 * watched.most_bytes))
     assert computed == plain
@@ -540,8 +541,8 @@ def test_what_has_left_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
     """Nor a view of a weight, which its module holds. Before each op of a run over its budget all that was saved was tried: a tenth of the
     time of a script of small ops."""
     tries = []
-    send = Guard._send
-    monkeypatch.setattr(Guard, "_send", lambda guard, saved: (tries.append(saved), send(guard, saved))[1])
+    send = Movable._send
+    monkeypatch.setattr(Movable, "_send", lambda self, saved: (tries.append(saved), send(self, saved))[1])
     _, guard = guarded(layers(), tmp_path, 100_000)
     assert guard.passed.most_bytes > 0
     assert len(tries) < 10 * guard.moved
