@@ -14,6 +14,8 @@ TRIES = 6
 """Each asks for what the refusal of the one before told; the plain peak is what is left then."""
 _WIDER = 1.05
 """From the second try on: where time is short, a search may miss a peak that the one before came to."""
+_UNSURE = 0.01
+"""Of the budget, so much is left where iterations are of several sizes: what grows in one need not grow alike."""
 _MOST_STEPS = 3.0
 """Plain steps that a step may take under a plan which misses the budget by more than `_NEARLY` of it."""
 _NEARLY = 0.02
@@ -26,7 +28,8 @@ def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
     note that begins with `NOT_MET`; its `budget_bytes` are those that were asked for."""
     meant = adviser.recorded or adviser
     asked = parse_budget(budget, meant.trace, unplanned_bytes=meant.unplanned_peak_bytes)
-    budget_bytes = wanted_bytes = asked.tensors_bytes
+    budget_bytes = asked.tensors_bytes
+    wanted_bytes = int((1 - _UNSURE) * budget_bytes) if adviser.grown > 1 else budget_bytes
     blocked: BudgetInfeasible | None = None
     for tried in range(tries):
         try:
@@ -40,8 +43,8 @@ def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
     else:
         plan = adviser.plan(adviser.unplanned_peak_bytes)
     plan = _of_larger_ones(asked.noted(plan), adviser)
-    if blocked is None:
-        return plan
+    if blocked is None or plan.predicted_peak_bytes <= budget_bytes:
+        return msgspec.structs.replace(plan, budget_bytes=budget_bytes)
     peak = format_bytes(plan.predicted_peak_bytes)
     note = f"{NOT_MET}the smallest peak found is {peak}; {'; '.join(blocked.blockers)}"
     notes = [note, *(each for each in plan.notes if not each.startswith("nothing to do"))]

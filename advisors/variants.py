@@ -71,7 +71,11 @@ class Variants:
         """Of the run as it is."""
         return Problem(
             self._view,
-            Simulator(self._view, planning_device(self.trace.device)),
+            Simulator(
+                self._view,
+                planning_device(self.trace.device),
+                hooked=self.over is not None or self.streamed is not None,
+            ),
             budget_bytes,
             self.allow,
             margin=margin,
@@ -94,7 +98,7 @@ class Variants:
             return None
         return Problem(
             self._moved_view,
-            Simulator(self._moved_view, problem.device),
+            Simulator(self._moved_view, problem.device, hooked=True),
             problem.budget_bytes,
             self.allow,
             margin=margin,
@@ -124,7 +128,7 @@ class Variants:
             view, pieces = known
             other = Problem(
                 view,
-                Simulator(view, problem.device),
+                Simulator(view, problem.device, hooked=True),
                 problem.budget_bytes,
                 self.allow,
                 margin=margin,

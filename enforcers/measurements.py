@@ -41,6 +41,8 @@ _MORE_AT_THE_START = 0.01
 _MOSTLY = 0.5
 
 _FEW = 3
+_MOST_AWAITED = 8
+"""Iterations that are measured since those that saved more than any measured one came at such intervals."""
 
 _ALIKE = 0.005
 """Of the elements that the profiled iteration saved: an iteration that saves as many tensors, and no more or fewer elements than this, costs
@@ -134,6 +136,13 @@ class Measurements:
         """Did that one save more tensors than the profiled one?"""
         self._most_measured = 0.0
         """How many times as many elements the largest saved that was measured."""
+        self._unmeasured: list[tuple[int, float]] = []
+        """The last two iterations that saved more than that, and how many times as many elements."""
+        self._awaited = 0
+        """Iterations that were measured as another such was to come."""
+        self.larger_at = 0
+        """The iteration that saved the most, of those that saved more tensors than the plan knows, and more than it is for; 0: there was none."""
+        self._larger_elements = 0
         self.frames: Frames | None = None
         self._there: dict[str, int] = {}
         """What the first measured iteration began with."""
@@ -309,12 +318,15 @@ class Measurements:
             share = self._share(saved[1]) if saved is not None else 0.0
             self._timed.append(_Timed(milliseconds, milliseconds / share if share else None, not other))
         self._was_other = other
+        if saved is not None and not plain and count > 1:
+            self._note_larger(count, saved)
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
         elements = saved[1] if saved is not None else self._plan.saved_elements
         self.peaks.came_to(self._peaks[-1][0], elements, self._plan)
         self._most_measured = max(self._most_measured, self._share(elements))
+        self._unmeasured = [each for each in self._unmeasured if self._is_unmeasured(each[1])]
         if self._peaks[-1] == max(self._peaks):
             counted = other and bool(self._others)
             self._at_the_peak = self._others[-1] if counted else 1.0
@@ -344,10 +356,31 @@ class Measurements:
         late = begun >= _LATE and (
             _is_power(begun) or (not long and begun % 3 == 0 and _is_power(begun // 3))
         )
-        if self._state_is_back or self._just_measured:
+        if self._state_is_back or self._just_measured or not self._wanted:
             return
-        if self._wanted and (begun + 1 in turns or wanted or late):
+        awaited = self._comes_again(after + 1)
+        if begun + 1 in turns or wanted or late or awaited:
+            self._awaited += awaited
             self._start()
+
+    def _note_larger(self, count: int, saved: tuple[int, int]) -> None:
+        """Iteration `count` saved as much."""
+        plan, share = self._plan, self._share(saved[1])
+        least = max(plan.grown * plan.saved_elements, self._larger_elements)
+        if saved[0] > plan.saved_tensors and saved[1] > MORE * least:
+            self.larger_at, self._larger_elements = count, saved[1]
+        if self._meter is None and self._is_unmeasured(share):
+            self._unmeasured = [*self._unmeasured[-1:], (count, share)]
+
+    def _is_unmeasured(self, share: float) -> bool:
+        return share > (1 + _UNLIKE) * max(1.0, self._most_measured)
+
+    def _comes_again(self, count: int) -> bool:
+        """Is iteration `count` to save more than was measured, as the last ones that did came at such an interval?"""
+        if len(self._unmeasured) < 2 or self._awaited >= _MOST_AWAITED:
+            return False
+        (first, _), (last, _) = self._unmeasured
+        return (count - last) % (last - first) == 0
 
     def training_begins(self) -> None:
         """Preparation is over: how much was held in it? Where the first iteration is all there is, it is measured from here on."""

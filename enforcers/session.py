@@ -126,6 +126,11 @@ class ApplySession:
         return min(most, max(1.0, standby.most_saved_bytes / planned_bytes))
 
     @property
+    def larger_at(self) -> int:
+        """The iteration that saved the most, where it saved tensors that the plan knows nothing of; 0: none did."""
+        return self._measurements.larger_at
+
+    @property
     def peaks(self) -> Peaks:
         """As far as they were measured, or the guard saw them pass the budget."""
         seen = self._measurements.peaks

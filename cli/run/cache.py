@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FOLDER = ".memopt"
 _MOST_GROWTH = 8.0
 """No plan allows for iterations that save more, as against the recorded one."""
+_LATEST = 16
+"""Nobody waits for a later iteration to record it: until then the guard holds the budget."""
 _ABOUT = 0.999
 """Growth is written rounded."""
 _HELPS = 0.7
@@ -98,6 +100,25 @@ class Cache:
         wanted = (before, before) if in_vain else (max(factor, last), planned_for)
         with contextlib.suppress(OSError, MemoptError):
             write_atomic(self._growth_path, "{:.3f} {:.3f}\n".format(*wanted).encode())
+
+    @property
+    def _largest_path(self) -> Path:
+        return self.folder / f"{self._stem}.largest"
+
+    def largest_at(self) -> int:
+        """The iteration that is to be recorded, since it was the largest of a run before; 0 where none has told."""
+        try:
+            return min(int(self._largest_path.read_text(encoding="utf-8")), _LATEST)
+        except (OSError, ValueError):
+            return 0
+
+    def record_at(self, iteration: int) -> bool:
+        """From the next run on record that one. False where it would come late, or where a run before has told which."""
+        if not 0 < iteration <= _LATEST or self.largest_at():
+            return False
+        with contextlib.suppress(OSError, MemoptError):
+            write_atomic(self._largest_path, f"{iteration}\n".encode())
+        return bool(self.largest_at())
 
     @property
     def _denied_path(self) -> Path:

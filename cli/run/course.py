@@ -91,6 +91,10 @@ class Course:
     """Those that have watched, one after the other."""
     online: bool = False
     budget_bytes: int | None = None
+    larger_at: int = 0
+    """The iteration under the last plan that saved the most, where it saved tensors that the plan knows nothing of; 0: none did."""
+    next_recorded: int = 0
+    """That iteration, where the next run of the command records it."""
     most_saved: float = 1.0
     """How many times as many elements as the recorded iteration the largest one under the plan saved."""
     state_away_bytes: int = 0
@@ -98,7 +102,7 @@ class Course:
 
     def tell_as_in(self, before: Course) -> None:
         """Of the plan of then: the one after it came with the script's last iteration."""
-        for each in ("plan", "outcome", "better_after", "phases_after", "last_peak_bytes", "last_peaks", "most_saved"):  # fmt: skip
+        for each in ("plan", "outcome", "better_after", "phases_after", "last_peak_bytes", "last_peaks", "most_saved", "larger_at"):  # fmt: skip
             setattr(self, each, getattr(before, each))
 
     @property

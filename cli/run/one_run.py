@@ -97,10 +97,15 @@ class Run:
 
         grew_in_vain = self._cache.grows_in_vain
         if course.plan is not None and (factor := came_to(course)) > 1:
-            self._cache.keep_growth(factor, course.plan.grown)
+            if self._cache.record_at(course.larger_at):
+                course.next_recorded = course.larger_at
+            else:
+                self._cache.keep_growth(factor, course.plan.grown)
         course.grows_in_vain = self._cache.grows_in_vain
         plans_again = course.grows_in_vain and not grew_in_vain
-        if course.plan is not None and (course.ended_by_plan or plans_again or not did_what_it_said(course)):
+        if course.plan is not None and (
+            course.ended_by_plan or plans_again or course.next_recorded or not did_what_it_said(course)
+        ):
             self._cache.forget(course.phase)
         if course.ended_by_plan:
             self._cache.deny("optimizer")

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _NEAR = 0.9
 """Of the budget: a first iteration that came so near is recorded with its saved tensors out of the way."""
 _GUARDED = 2
-"""Iterations before the recorded one."""
+"""Iterations before the recorded one, unless a run before has told that a later one is the largest."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
 _TRIES = 3
@@ -102,6 +102,8 @@ class Stages:
         """Whatever comes, nothing is recorded again."""
         self._saved_before: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the iterations that had the training recorded again."""
+        self._before_recorded = max(_GUARDED, cache.largest_at() - 1)
+        """Iterations before the recorded one."""
         self._parts = 0
         """Of these, what were parts of the first one: its last optimizer had not stepped yet."""
         self.course = Course(budget=wishes.budget or "")
@@ -141,7 +143,7 @@ class Stages:
         if self.course.budget_bytes is not None:
             self._watch_over(waits=True)
         else:
-            self._record(warmup=2)
+            self._record(warmup=self._before_recorded)
 
     def _watch_over(self, *, waits: bool = False) -> None:
         """Guard the run from here on, or, if it `waits`, from where it trains."""
@@ -386,6 +388,7 @@ class Stages:
         assert apply is not None
         course, standby = self.course, apply.standby
         course.most_saved, course.last_peaks = apply.most_saved, apply.peaks
+        course.larger_at = apply.larger_at
         outcome, self._retired, pieces = apply.retire() if goes_on else (apply.finished(), None, None)
         if pieces is not None:
             self._state.goes_on_with(pieces)
@@ -574,7 +577,7 @@ class Stages:
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
             iterations = self._loop.iterations if self._loop is not None else None
-            if iterations is None or iterations.waits_for_another or count < _GUARDED:
+            if iterations is None or iterations.waits_for_another or count < self._before_recorded:
                 return
             if iterations.more_may_join:
                 self._parts = count - 1

@@ -120,6 +120,8 @@ def _grown(course: Course) -> list[str]:
     factor = came_to(course)
     if factor == 1.0:
         return []
+    if course.next_recorded:
+        return [f"the next run of this command records iteration {course.next_recorded}, which saved tensors that this plan knows nothing of, and plans for that"]  # fmt: skip
     if course.grows_in_vain:
         return ["planning for larger iterations has not lowered that peak in a run before, and is not done again"]  # fmt: skip
     return [f"the next run of this command plans for iterations that take {factor:.2f} times as much as the recorded one, as far as the budget allows"]  # fmt: skip

@@ -58,7 +58,7 @@ class Movable:
         """`tensor`, which lies in `storage`, is saved: a handle that may send its bytes away."""
         handle = Watched(tensor)
         known = self._saved.get(storage._cdata)
-        if known is None or not known.living() or known.away is not None:
+        if known is None or not known.lives or known.away is not None:
             known = self._saved[storage._cdata] = Saved(storage._cdata, storage.nbytes())
             self._saved.move_to_end(storage._cdata)
             self._here.pop(storage._cdata, None)
@@ -117,7 +117,7 @@ class Movable:
     def new_iteration(self) -> None:
         """What ended with the one before is forgotten; graphs that live on stay known."""
         for address, saved in list(self._saved.items()):
-            if not saved.living():
+            if not saved.lives:
                 self._forget(address)
         self.send_back()
 

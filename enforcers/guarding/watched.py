@@ -41,6 +41,11 @@ class Saved:
         first = self.handles[0]()  # while it lives, the address is this storage's
         return first is not None and storage_use_count(self.address) > len(self.handles) + 1
 
+    @property
+    def lives(self) -> bool:
+        """Is any of the handles still there? Asked as each tensor is saved: the last one most likely is."""
+        return any(reference() is not None for reference in reversed(self.handles))
+
     def living(self) -> list[Watched]:
         """The handles that are still there; the others are forgotten, but for one."""
         found = [handle for reference in self.handles if (handle := reference()) is not None]

@@ -49,6 +49,11 @@ def usual_ms(trace: Trace) -> float:
     return watching_ms * (LOOKUP if trace.device.kind == "cpu" else 1.0)
 
 
+def hooks_ms(trace: Trace) -> float:
+    """What the hooks alone take, where ops are not watched."""
+    return _usual_ms(0, len(trace.slots.node))
+
+
 def replay_ms(device: Device) -> float:
     """What running one op again takes on top of the op, at a pace of 1."""
     return REPLAY_MS if device.kind == "cpu" else _REPLAY_BESIDE_GPU_MS

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from memopt.device import Device
 from memopt.estimators.simulator.chains import Chain
-from memopt.estimators.simulator.costs import backward_ms, handling_ms, make_ms, usual_ms
+from memopt.estimators.simulator.costs import backward_ms, handling_ms, hooks_ms, make_ms, usual_ms
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.evaluation import Evaluation
 from memopt.estimators.simulator.replays import Replays
@@ -24,13 +24,15 @@ from memopt.timeline import Interval, Timeline
 
 
 class Simulator:
-    """Evaluates decisions on one trace. `device` gives the links."""
+    """Evaluates decisions on one trace. `device` gives the links; `hooked`: saved tensors are watched even where nothing is decided, as the run is
+    another than the recorded one."""
 
-    def __init__(self, view: TraceView, device: Device | None = None) -> None:
+    def __init__(self, view: TraceView, device: Device | None = None, *, hooked: bool = False) -> None:
         self.view = view
         self.device = device or view.trace.device
         self.watching_ms = view.pace * usual_ms(view.trace)
         """What any action at all adds to a step."""
+        self._least_watching_ms = view.pace * hooks_ms(view.trace) if hooked else 0.0
         self.make_ms = view.pace * make_ms(view.trace.device)
         """What each tensor that is made again adds, beside the ops that run again."""
         self._with_weights_away_ms = view.pace * backward_ms(view.trace)
@@ -59,7 +61,7 @@ class Simulator:
             live = live + swaps.change(view.n)
         high = live + summed.over
         peak_op = int(high.argmax()) if view.n else 0
-        watching_ms = self.watching_ms if decisions else 0.0
+        watching_ms = self.watching_ms if decisions else self._least_watching_ms
         watching_ms += self.make_ms * sum([decision.kind == "recompute" for decision in decisions.values()])
         if any(view.saved[storage].is_weight for storage in decisions):
             watching_ms += self._with_weights_away_ms

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.best_effort import within_reason
+from memopt.advisors.best_effort import best_effort, within_reason
 from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.errors import BudgetInfeasible
 from memopt.plan import NOT_MET, Plan
@@ -77,3 +77,25 @@ def test_the_smallest_peak_is_taken_where_it_costs_little_or_nearly_meets_the_bu
 def test_the_smallest_peak_is_taken_where_every_other_costs_as_much(some_plan: Plan) -> None:
     slow = missed(some_plan, 50 * PLAIN_MS)
     assert within_reason(adviser(some_plan, lambda left: 60 * PLAIN_MS), slow) is slow
+
+
+@pytest.mark.parametrize(("grown", "share"), [(1.0, 1.0), (1.01, 0.99)])
+def test_where_iterations_vary_a_plan_leaves_some_more_below_the_budget(grown: float, share: float) -> None:
+    """Rows that went to another expert came to 55 KiB more than the budget."""
+    trace = build([Layer(MIB, 2.0, (i - 1,)) for i in range(8)])
+    recorded = Adviser(trace, DEFAULT_ALLOW, 0.2)
+    adviser = Adviser(trace, DEFAULT_ALLOW, 0.2, recorded=recorded, grown=grown)
+    budget = trace.peak_bytes - MIB
+    asked: list[int] = []
+    whole = Adviser.plan
+
+    class Asked(Adviser):
+        def plan(self, budget_bytes: int, strategy: str = "auto") -> Plan:
+            asked.append(budget_bytes)
+            return whole(adviser, budget_bytes, strategy)
+
+    plan = best_effort(Asked(trace, DEFAULT_ALLOW, 0.2, recorded=recorded, grown=grown), f"{budget}B")
+    assert asked == [int(share * budget)]
+    assert plan.budget_bytes == budget
+    assert plan.predicted_peak_bytes <= share * budget
+    assert plan.over_bytes == 0

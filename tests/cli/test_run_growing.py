@@ -108,6 +108,54 @@ def test_a_run_that_was_surprised_tells_the_next_one(folder: Path) -> None:
     assert first == plain(folder, *lengths).stdout
 
 
+LAZY = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(*[each for _ in range(6) for each in (nn.Linear(256, 256), nn.Tanh())], nn.Linear(256, 1))
+penalty = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256), nn.Tanh(), nn.Linear(256, 1))
+optimizer = torch.optim.SGD([*net.parameters(), *penalty.parameters()], lr=0.001)
+for step in range(1, 21):
+    loss = net(torch.randn(1024, 256)).square().mean()
+    if step % 4 == 0:
+        x = torch.randn(1024, 256)
+        loss = loss + penalty(x).square().mean() + net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex())
+"""
+
+
+def test_a_run_records_the_iteration_that_was_the_largest_of_the_one_before(tmp_path: Path) -> None:
+    """A penalty in each fourth iteration: no plan for another one knows what that saves."""
+    (tmp_path / "train.py").write_text(LAZY)
+    args = ("run", "--budget", "60%", "--time-limit", "1", "--outcome", "o.json", "--force", "train.py")
+    first = memopt(tmp_path, *args)
+    passed_bytes = outcome_of(tmp_path)["peak_bytes"]
+    second = memopt(tmp_path, *args)
+    assert first.stdout == second.stdout == plain(tmp_path).stdout
+    told = "the next run of this command records iteration 4, which saved tensors that this plan knows nothing of"
+    assert told in first.stderr
+    assert "recorded iteration 4; planning for" in second.stderr
+    assert outcome_of(tmp_path)["peak_bytes"] < 0.95 * passed_bytes
+    assert "note: the next run" not in second.stderr
+
+
+def test_no_late_iteration_is_waited_for_and_none_but_the_first_that_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    cache = Cache(Command(("train.py",)), {})
+    assert not cache.record_at(0)
+    assert not cache.record_at(100)
+    assert cache.largest_at() == 0
+    assert cache.record_at(8)
+    assert not cache.record_at(12)
+    assert cache.largest_at() == 8
+
+
 def test_planning_for_more_ends_where_it_does_not_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

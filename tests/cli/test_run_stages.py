@@ -201,7 +201,9 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
     def ends(peak_bytes: int | None) -> Any:
         outcome = SimpleNamespace(measured_peak_bytes=peak_bytes)
         ended = {"retire": lambda: (outcome, None, None), "finished": lambda: outcome}
-        return SimpleNamespace(standby=None, most_saved=1.0, peaks=None, ended_the_run=False, **ended)
+        return SimpleNamespace(
+            standby=None, most_saved=1.0, larger_at=0, peaks=None, ended_the_run=False, **ended
+        )
 
     iterations = SimpleNamespace(count=20, elsewhere=0, waits_until=0)
     stages._loop = SimpleNamespace(iterations=iterations, remove=lambda: None)
@@ -222,7 +224,9 @@ def test_what_comes_after_the_last_step_is_no_iteration(after_bytes: int, told: 
     guard = SimpleNamespace(most_bytes=after_bytes, most_at_looks=0)
     standby = SimpleNamespace(most_bytes=1000, guard=guard)
     outcome = SimpleNamespace(measured_peak_bytes=900)
-    apply = stages._apply = SimpleNamespace(standby=standby, most_saved=2.0, peaks="of the guard, too")
+    apply = stages._apply = SimpleNamespace(
+        standby=standby, most_saved=2.0, larger_at=0, peaks="of the guard, too"
+    )
 
     def finished() -> Any:
         apply.standby = apply.peaks = apply.most_saved = None
