@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -339,6 +340,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         if len(rest) != 1 or name.startswith((VARIABLE, LEFT_OVER)):
             return ""
         return "module" if "." in name else "optimizer" if name.startswith("parameter ") else ""
+
+
+def module_of(call: str) -> str:
+    """`layers.0.conv1` of a call of it, `layers.0.conv1#1` or, without gradients, `layers.0.conv1~+0` (`instrument.frames`)."""
+    return re.split("[#~]", call, maxsplit=1)[0]
 
 
 def ops_of_phase(trace: Trace, phase: str) -> int:

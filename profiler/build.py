@@ -26,6 +26,7 @@ from memopt.trace import (
     Trace,
     Values,
     bounded,
+    module_of,
 )
 from memopt.version import VERSION
 
@@ -229,7 +230,7 @@ def _label(recorder: Recorder, row: StorageRow, maker: int) -> str:
     if row.found:
         return f"made outside torch · {row.meta}"
     op = recorder.ops[maker]
-    module = op.module.partition("#")[0].lstrip("@") if not op.module.startswith("@") else "script"
+    module = "script" if op.module.startswith("@") else module_of(op.module)
     name = op.kind.name.removeprefix("aten.").partition(".")[0]
     return f"{module} · {name}{' (backward)' if op.phase == BACKWARD else ''} · {row.meta}"
 

@@ -14,7 +14,7 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.elsewhere.batch import grows, recorded_batch
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import CATEGORIES, LEFT_OVER, PHASES
+from memopt.trace import CATEGORIES, LEFT_OVER, PHASES, module_of
 from memopt.units import format_bytes
 
 STATE = ("parameter", "gradient", "optimizer state", "buffer")
@@ -24,6 +24,10 @@ _NAMED = 3
 """Parts that are named one by one: a line for a screen."""
 _NARROW = ("uint8", "int8")
 """Ends of the labels of state that has a byte to a number."""
+_OF_ADAM = "exp_avg"
+"""Begin of the labels of state that there is an 8-bit optimizer for."""
+_OF_THE_SCRIPT = "script · "
+_DATA = "tensors there before the iteration, of no module or variable"
 LESS = "less with "
 OF_THE_STEP = "temporaries of the step"
 
@@ -87,7 +91,7 @@ class Hold:
         for s in self.storages:
             if CATEGORIES[kinds[s]] not in STATE:
                 of_the_step = view.birth[s] >= 0 and PHASES[int(view.phase[view.birth[s]])] == "optimizer"
-                name = OF_THE_STEP if of_the_step else _without_shape(trace.storage_label(s))
+                name = OF_THE_STEP if of_the_step else self._name_of(s)
                 others.setdefault(name, []).append(int(view.size[s]))
         for name, sizes in others.items():
             several = len(sizes) > 1 and name != OF_THE_STEP
@@ -101,11 +105,29 @@ class Hold:
             else f"held by {said}"
         )
 
+    def _name_of(self, storage: int) -> str:
+        """Where it comes from, without its shape; the line, where no module tells."""
+        trace = self.problem.view.trace
+        name = _without_shape(trace.storage_label(storage))
+        if name == LEFT_OVER and CATEGORIES[trace.storages.category[storage]] != "activation":
+            return _DATA
+        line = trace.strings[trace.storages.line[storage]] if name.startswith(_OF_THE_SCRIPT) else ""
+        return f"{name} at {line}" if line else name
+
+    @property
+    def _unread_bytes(self) -> int:
+        """Of parameters that no op of the iteration reads."""
+        view, kinds = self.problem.view, self.problem.view.trace.storages.category
+        read = {view.value_storage[value] for values in view.reads for value in values}
+        return sum(int(view.size[s]) for s in self.storages if CATEGORIES[kinds[s]] == "parameter" and s not in read)  # fmt: skip
+
     @property
     def _with_less(self) -> str:
         """Optimizers that have less state than this one."""
         view, kinds = self.problem.view, self.problem.view.trace.storages.category
         state = [s for s in self.storages if CATEGORIES[kinds[s]] == "optimizer state"]
+        if not any(view.trace.storage_label(s).startswith(_OF_ADAM) for s in state):
+            return "SGD"
         narrow = [s for s in state if view.trace.storage_label(s).endswith(_NARROW)]
         is_narrow = 2 * int(view.size[narrow].sum()) > int(view.size[state].sum())
         return "SGD" if is_narrow else "8-bit Adam, SGD"
@@ -113,8 +135,16 @@ class Hold:
     def moved_by(self) -> str:
         """What makes it smaller, the most bytes first; empty where nothing stands out."""
         kinds, allow = self.by_kind, self.problem.allow
+        unread_bytes = self._unread_bytes
         found: list[tuple[int, str]] = [
-            (kinds["parameter"], "parameters in fewer bits or sharded over devices (fully_shard)"),
+            (
+                kinds["parameter"] - unread_bytes,
+                "parameters in fewer bits or sharded over devices (fully_shard)",
+            ),
+            (
+                unread_bytes,
+                f"modules deleted whose parameters ({format_bytes(unread_bytes)}) nothing in the iteration reads",
+            ),
             (kinds["optimizer state"], f"an optimizer with less state ({self._with_less}: other results)"),
             (self.growing_bytes, "a smaller batch"),
         ]
@@ -153,7 +183,7 @@ def _without_shape(label: str) -> str:
 def place_of(problem: Problem, op: int, *, op_name: bool = True) -> str:
     """`backward of layers.0.conv1 (aten.convolution_backward.default)`."""
     trace = problem.view.trace
-    where = trace.strings[trace.ops.module[op]].partition("#")[0].lstrip("@") or "the script"
+    where = module_of(trace.strings[trace.ops.module[op]].lstrip("@")) or "the script"
     phase = PHASES[int(problem.view.phase[op])]
     named = f" ({trace.op_name(op)})" if op_name else ""
     if phase == "optimizer":  # an op there is of all that it steps
