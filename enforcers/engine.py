@@ -8,6 +8,7 @@ savings, it can never change a result.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -148,6 +149,8 @@ class Engine(modes.Mode):
     ) -> None:
         """Stop watching, unless weights are away of which no other mode tells that they are read, or the call `makes_graph`, and is forward to
         the next one; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
+        if self.weights is not None:
+            self.weights.forward_ended()
         if makes_graph:
             self.values.gradients_begin()
         else:
@@ -269,17 +272,24 @@ class Engine(modes.Mode):
             planned = self.actions[action]
             first = planned.leaves_after
             again = first is None or (first.module, first.name, first.ordinal) != (frame.key, *op)
-            why = self.capturing.why_keep() or weights.leave(
+            told = functools.partial(self._weight_left, action)
+            if why := self.capturing.why_keep():
+                told(why)
+                continue
+            weights.leave(
                 action,
                 planned.size_bytes,
                 arguments,
                 again=again,
                 unrecorded=frame.without_gradients,
+                told=told,
             )
-            if why:
-                self.account.decline(action, why)
-            else:
-                self.account.done[action] += 1
+
+    def _weight_left(self, action: int, why_not: str) -> None:
+        if why_not:
+            self.account.decline(action, why_not)
+        else:
+            self.account.done[action] += 1
 
     def _watch(
         self,

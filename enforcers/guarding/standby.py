@@ -8,6 +8,7 @@ there on the guard counts, and moves away what no action of the plan is for.
 It stays awake for the next iterations, the more of them the more in a row have needed it; for a while where it woke too late, or the
 script has kept something since, so that the next iteration would pass the budget; and for good where a measured one did without it
 (what grew is nothing that is saved). Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
+Where there is nothing to move it sleeps (`in_vain`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.in_vain import InVain
 from memopt.enforcers.guarding.keeping import Held, Keeping
 from memopt.enforcers.guarding.what_is_there import freed_by_collecting
 from memopt.enforcers.measurements import LESS, MORE, Peaks
@@ -116,6 +118,9 @@ class Standby:
         """In the last iteration."""
         self._moved = 0
         """Storages, in the iterations before."""
+        self._in_vain = InVain()
+        self._saved_bytes = 0
+        """In this iteration so far."""
         self.most_bytes = 0
         """Most that was live in iterations that have ended, as far as the guard saw it, or that an op was to come to."""
         self.peaks = Peaks()
@@ -145,6 +150,7 @@ class Standby:
             self.guard.goes_on()
             self._look_at_what_is_kept()
         self.guard.after_backward = False
+        self._saved_bytes = saved_bytes
         more = self._saves_one.comes_to(size_bytes) | self._saves.comes_to(saved_bytes)
         more |= self._stays.comes_to(staying_bytes) and not self.alone
         if more or saved_bytes > self._most_saved_bytes:
@@ -210,7 +216,7 @@ class Standby:
             self._wake()
 
     def _wake(self) -> None:
-        if self._woken != self._begun:
+        if self._woken != self._begun and not self._in_vain.is_over(self._begun, self._saved_bytes):
             more = 2 * self._stays_after + 1 if self._woken == self._begun - 1 else 0
             self._woken, self._stays_after = self._begun, min(more, _STAYS_AWAKE)
             self._stay_awake(self._stays_after)
@@ -236,7 +242,10 @@ class Standby:
         if woke_late and over == passed.now_training_bytes and not passed.first_step_bytes:
             self.peaks.came_to(self.most_bytes, saved[1], self._plan)
         self.most_saved_bytes = max(self.most_saved_bytes, self._saves.largest)
-        helped = self.guard.moved > self._moved or over > 0
+        moved = self.guard.moved > self._moved
+        helped = moved or over > 0
+        if self._was_awake or self._woken == self._begun:
+            self._in_vain.watched(self._begun, self._saved_bytes, moved=moved, passed=over > 0)
         needed = helped and (self._woken == self._begun or self.for_good)
         is_whole = saved[1] >= self._as_planned[1]
         if self._kept_bytes and self._was_awake and is_whole and not helped:  # there is room for that
@@ -265,12 +274,12 @@ class Standby:
             self._stay_awake(_STAYS_AWAKE)
 
     def new_iteration(self) -> None:
-        self._stays_bytes, self._has_saved, self.looked_ms = 0, False, 0.0
+        self._stays_bytes, self._saved_bytes, self._has_saved, self.looked_ms = 0, 0, False, 0.0
         for each in (self._saves_one, self._saves, self._stays):
             each.new_iteration()
         self._begun += 1
         self._awake = max(0, self._awake - 1)
-        self._was_awake = self._awake > 0 or self.for_good
+        self._was_awake = (self._awake > 0 or self.for_good) and not self._in_vain.is_over(self._begun)
         if self._was_awake:
             self._choose()
             self.guard.wake()
@@ -299,7 +308,10 @@ class Standby:
 
     def _would_gain(self, needed: list[tuple[int, tuple[int, int]]]) -> bool:
         """Would a plan made for one of these do better for the others? Not where they differ from each other as they differ from the one that
-        this plan is for, which is as large (sentences, of which each has its own number of steps)."""
+        this plan is for, which is as large (sentences, of which each has its own number of steps); nor where they are as this one is for, and the
+        script has kept nothing since."""
+        if not self._kept_bytes and all(saved == self._as_planned for _, saved in needed):
+            return False
         larger = max(elements for _, (_, elements) in needed) > self._more * self._as_planned[1]
         return larger or len({tensors for _, (tensors, _) in needed}) == 1
 

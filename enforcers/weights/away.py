@@ -4,7 +4,8 @@ The storage is emptied in place, so that the module's parameter, views of it and
 finds it whole (`watched.py`). All are back when backward has ended, so that a step, an evaluation or a checkpoint finds no difference. The
 copy out is made in every iteration: what wrote to a weight in between does not matter.
 
-What stays: a weight that is shared between processes or lent, or that something beyond its modules, autograd and this op holds; and one
+What stays: a weight that is shared between processes or lent, or that something beyond its modules, autograd and this op holds (an op that is
+made of others, as `einsum` is, holds it until the last of them has run: it is tried again after those that follow); and one
 that is trained where no gradients are recorded, unless the profiled call recorded none either, since no backward follows. Where several processes train, a region is compiled, or another
 thread of the script's runs, all stay.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from weakref import ref
 
 import torch
@@ -32,6 +34,25 @@ from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, 
 
 _MOST_LOOKS = 6
 """How often it is looked for modules anew."""
+_MOST_TRIES = 16
+"""Ops after which it is tried again to send away what something else held."""
+_HELD = "something else holds it"
+
+Told = Callable[[str], None]
+"""Why a weight stays; empty where it leaves."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A weight that something else holds, maybe for a few ops."""
+
+    action: int
+    size_bytes: int
+    owner: ref[Tensor]
+    again: bool
+    unrecorded: bool
+    told: Told
+    tries: int = _MOST_TRIES
 
 
 class WeightsAway:
@@ -50,6 +71,7 @@ class WeightsAway:
         """By address."""
         self.leaving: list[EmptiedStorage] = []
         """Those of them whose copies out may not be safe yet."""
+        self.waiting: list[_Waiting] = []
         self._owned: dict[int, list[ref[Tensor]]] = {}
         """Storage address -> parameters and buffers of modules."""
         self._looks = 0
@@ -66,17 +88,52 @@ class WeightsAway:
         *,
         again: bool = False,
         unrecorded: bool = False,
-    ) -> str:
-        """An op has run that was the last to read the weight of `size_bytes`: send it away. Why it stays; empty where it leaves.
+        told: Told,
+    ) -> None:
+        """An op has run that was the last to read the weight of `size_bytes`: send it away. `told`: of whether it leaves, soon.
         `again`: before another backward call than the first, where nothing is prefetched, hence nothing to be started earlier.
         `unrecorded`: the profiled op recorded no gradients."""
         tensors = tensors_in(arguments)
         guard = DisableTorchDispatch()
         try:
             with self._lock:
-                return self._leave(action, size_bytes, tensors, again=again, unrecorded=unrecorded)
+                why = self._leave(action, size_bytes, tensors, again=again, unrecorded=unrecorded)
+                storage = self._weight_among(tensors, size_bytes) if why == _HELD else None
+                if storage is None:
+                    told(why)
+                else:
+                    owner = ref(self._owners(storage._cdata)[0])
+                    self.waiting.append(_Waiting(action, size_bytes, owner, again, unrecorded, told))
         finally:
             del guard
+
+    def try_again(self) -> None:
+        """Another op has run: what held these may be over."""
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                waiting, self.waiting = self.waiting, []
+                self.waiting += [each for each in waiting if self._still_waits(each)]
+        finally:
+            del guard
+
+    def _still_waits(self, waiting: _Waiting) -> bool:
+        owner = waiting.owner()
+        why = _HELD
+        if owner is not None:
+            again, unrecorded = waiting.again, waiting.unrecorded
+            why = self._leave(waiting.action, waiting.size_bytes, [owner], again=again, unrecorded=unrecorded)
+        waiting.tries -= 1
+        waits = why == _HELD and owner is not None and waiting.tries > 0
+        if not waits:
+            waiting.told(why)
+        return waits
+
+    def wait_no_more(self) -> None:
+        """Forward is over: what something holds still stays."""
+        waiting, self.waiting = self.waiting, []
+        for each in waiting:
+            each.told(_HELD)
 
     def _leave(
         self, action: int, size_bytes: int, tensors: list[Tensor], *, again: bool, unrecorded: bool
@@ -103,7 +160,7 @@ class WeightsAway:
         held = {id(each): each for each in (*owned, *tensors) if storage_of(each)._cdata == address}
         held |= {id(each): each for each in self._saved_of(address)}
         if storage_use_count(address) > len(held) + self._values.pins_of(storage) + 1:  # one is who asks
-            return "something else holds it"
+            return _HELD
         use = self._swapper.use_of(action, size_bytes) if not again else None
         tier = self._swapper.tier_of(action)
         if tier is None:

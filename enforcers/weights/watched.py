@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memopt.enforcers.tiers.per_device import PerDevice
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
-from memopt.enforcers.weights.away import WeightsAway
+from memopt.enforcers.weights.away import Told, WeightsAway
 from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.enforcers.weights.python_reads import PythonReads
 from memopt.enforcers.weights.readers import ByteReads
@@ -137,11 +137,13 @@ class WatchedWeights:
         *,
         again: bool = False,
         unrecorded: bool = False,
-    ) -> str:
-        """As `WeightsAway` has it. Why the weight stays; empty where it leaves."""
+        told: Told,
+    ) -> None:
+        """As `WeightsAway` has it."""
         if self._stopped or self._between is None:
-            return self._stopped or "there is no place to swap to"
-        return self._between.leave(action, size_bytes, arguments, again=again, unrecorded=unrecorded)
+            told(self._stopped or "there is no place to swap to")
+        else:
+            self._between.leave(action, size_bytes, arguments, again=again, unrecorded=unrecorded, told=told)
 
     def was_saved(self, handle: Kept) -> None:
         """Autograd holds `handle` for backward."""
@@ -174,9 +176,19 @@ class WatchedWeights:
                 each.room = room
 
     def settle(self) -> None:
-        """Let go of what has safely been copied out."""
-        if self._between is not None and self._between.leaving:
-            self._between.settle()
+        """Let go of what has safely been copied out, and of what an op held until it was over."""
+        between = self._between
+        if between is None:
+            return
+        if between.waiting:
+            between.try_again()
+        if between.leaving:
+            between.settle()
+
+    def forward_ended(self) -> None:
+        """What has not left stays, for backward asks for it."""
+        if self._between is not None and self._between.waiting:
+            self._between.wait_no_more()
 
     # --- back
 
@@ -240,6 +252,7 @@ class WatchedWeights:
             self._between.all_back()
 
     def new_iteration(self) -> None:
+        self.forward_ended()
         self.all_back()
         if self._between is not None:
             self._between.new_iteration()

@@ -17,6 +17,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.kinds import allowed
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.in_vain import InVain
 from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.guarding.standby import Standby, standby_of, staying_bytes
 from memopt.enforcers.measurements import Peaks
@@ -212,7 +213,7 @@ def test_what_the_script_keeps_of_each_iteration_is_held_before_it_passes_the_bu
     assert computed == seeded(loop, 30)
     (guard,) = guards
     assert guard.moved > 0
-    assert guard.most_bytes <= 1.04 * budget, "what the first three have kept is not known"
+    assert guard.most_bytes <= 1.06 * budget, "what the first have kept is not known"
 
 
 def test_it_rests_where_all_iterations_are_alike(plan: Plan, guards: list[Guard], tmp_path: Path) -> None:
@@ -261,6 +262,7 @@ def test_no_loop_changes(loop: Loop, tmp_path: Path, guards: list[Guard], monkey
     """Under a plan for some of its tensors, and with a budget that makes every other one leave."""
     monkeypatch.setattr("memopt.enforcers.guarding.guard.LEAST_BYTES", 64)
     monkeypatch.setattr(Standby, "_choose", lambda self: None)
+    monkeypatch.setattr(InVain, "is_over", lambda self, *_: False)
     plain = seeded(loop, STEPS)
     plan = plan_of(recorded(loop, tmp_path), any_mixture(0))
     woken = msgspec.structs.replace(plan, saved_elements=1, saved_bytes=1)
@@ -337,6 +339,21 @@ def test_where_each_iteration_has_its_own_number_of_ops_another_plan_gains_nothi
         standby.stays(1 << 41)
         standby.iteration_ended((100 + tensors[step % 2], int(size * plan.saved_elements)), None)
     standby.new_iteration()
+    assert standby.another_phase is is_another
+
+
+@pytest.mark.parametrize(("kept", "is_another"), [(0, False), (1 << 20, True)])
+def test_iterations_that_save_as_planned_are_no_other_phase(kept: int, is_another: bool, plan: Plan) -> None:
+    """A plan one of whose actions was not taken in any of them was made anew three times, with the same action; where the script keeps something
+    another one knows of that."""
+    standby = Standby(cast(Guard, Played()), plan)
+    for _ in range(4):
+        standby.new_iteration()
+        standby.stays(1 << 41)
+        standby._kept_bytes = kept
+        standby.iteration_ended((plan.saved_tensors, plan.saved_elements), None)
+    standby.new_iteration()
+    standby._kept_bytes = kept
     assert standby.another_phase is is_another
 
 

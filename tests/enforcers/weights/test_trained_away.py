@@ -124,6 +124,44 @@ def test_what_something_beside_its_module_holds_is_not_planned_to_leave(tmp_path
     assert close(outcome), outcome
 
 
+class Capsules(nn.Module):
+    """Its weight is permuted and copied inside `einsum`, which holds it to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 10, 8, 16) / 8)
+        self.out = nn.Linear(160, 2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.einsum("ijnm,bin->bijm", self.weight, x.view(-1, 256, 8))
+        out: Tensor = self.out(torch.tanh(made).mean(1).flatten(1))
+        return out
+
+
+def capsules(steps: int) -> list[str]:
+    model = Capsules()
+    optimizer = sgd(model.parameters())
+    found = []
+    for _ in range(steps):
+        loss = model(torch.randn(64, 2048)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [digest(loss), *state_digests(model)]
+    return found
+
+
+def test_what_an_op_made_of_others_holds_leaves_once_that_is_over(tmp_path: Path) -> None:
+    """A capsule layer's weight stayed in each iteration, and the run was recorded again and again."""
+    plan = plan_of(recorded(capsules, tmp_path), all_away)
+    labels = [each.label for each in plan.actions]
+    assert any(label.startswith("Capsules.weight") for label in labels), labels
+    computed, outcome = enforced(capsules, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(capsules, 4)
+    assert outcome.actions.done == outcome.actions.planned, outcome.notes
+    assert close(outcome), outcome
+
+
 def test_with_all_else_that_a_plan_may_do(trace: Trace, tmp_path: Path) -> None:
     """Saved tensors are made again, the state and the gradients are in the tier, backward writes over its gradients."""
     loop = functools.partial(trained, make=lambda p: torch.optim.AdamW(p, lr=1e-3), clip=True)
