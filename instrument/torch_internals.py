@@ -223,6 +223,10 @@ set_fp32_precision = _watch("torch._C._set_fp32_precision_setter", _SETTING)
 tree_flatten = _watch(
     "torch.utils._pytree.tree_flatten", "the tensors among a compiled function's arguments, and their places"
 )
+tree_node = _watch(
+    "torch.utils._pytree.register_pytree_node",
+    "what a `state_dict()` hands out is a dict there, as it is elsewhere",
+)
 tree_unflatten = _watch("torch.utils._pytree.tree_unflatten", "its arguments again, and its results")
 tree_iter = _watch("torch.utils._pytree.tree_iter", "the tensors among an op's arguments")
 tree_leaves = _watch("torch.utils._pytree.tree_leaves", "the same as a list")

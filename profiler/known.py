@@ -109,10 +109,10 @@ def tell_state(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, st
     """Call `tell` for every tensor of the optimizer's state."""
     states = getattr(optimizer, "state", None)
     for parameter, state in dict.items(states) if isinstance(states, dict) else ():
-        if not isinstance(state, dict):
+        if not issubclass(type(state), dict):
             continue
         owner = names.get(id(parameter), type(optimizer).__name__)
-        for key, value in state.items():
+        for key, value in list(dict.items(state)):
             for tensor in _tensors_in(value):
                 tell(tensor, "optimizer state", f"{key} of {owner}")
 

@@ -320,7 +320,7 @@ def _odd(optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
 
 def _odd_state(optimizer: torch.optim.Optimizer) -> str:
     for parameter in dict.keys(optimizer.state):
-        for value in dict.__getitem__(optimizer.state, parameter).values():
+        for value in dict.values(dict.__getitem__(optimizer.state, parameter)):
             if isinstance(value, Tensor) and value.dim() and not lies_like(value, parameter):
                 return "the optimizer's state does not lie in memory as the parameters do"
     return ""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from memopt.enforcers.optimizer.state_looks import (
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.script.signals import held
+from memopt.instrument.stepping.handed_out import HandedOut, tell_of_looks, watch_what_is_handed_out
 from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
 from memopt.instrument.stepping.state_between_steps import ALONE, holders
 from memopt.instrument.torch_internals import DisableTorchDispatch
@@ -59,6 +61,9 @@ class PagedOptimizer:
         """So much may stay on the device between steps."""
         self.is_back = False
         """Somebody has looked at the state, which is whole since."""
+        self._handed_out: dict[int, weakref.ref[HandedOut]] = {}
+        """id of a parameter -> its state, where the script was given that: it may outlive the optimizer's."""
+        self._is_watched = self._is_busy = False
         self._first: set[int] = set()
         """Parameters that this step is the first of: none of their segments has state, whatever the ones before have left."""
 
@@ -69,6 +74,15 @@ class PagedOptimizer:
         elsewhere: GradientsElsewhere | None = None,
     ) -> None:
         """The whole update, with `gradients` and those that are `elsewhere`."""
+        with self._unlooked():
+            self._step(optimizer, gradients, elsewhere)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[int, Tensor],
+        elsewhere: GradientsElsewhere | None,
+    ) -> None:
         self.is_back = False
         self._stand_in(optimizer)
         inner = optimizer.state
@@ -99,6 +113,10 @@ class PagedOptimizer:
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Lay the state that there is into bundles, and send away what may not stay: as after a step, without one."""
+        with self._unlooked():
+            self._leave_in_turn(optimizer)
+
+    def _leave_in_turn(self, optimizer: torch.optim.Optimizer) -> None:
         self.is_back = False
         self._stand_in(optimizer)
         if self._state is None:
@@ -152,6 +170,28 @@ class PagedOptimizer:
         if self._pages and self._stand is None and holders(optimizer) == ALONE:
             optimizer.state = stand = StateElsewhere(optimizer.state, self.bring_back, self._looked_at)
             self._stand = weakref.ref(stand)
+            tell_of_looks(stand, self._looked_at)
+            if not self._is_watched:
+                self._is_watched = True
+                watch_what_is_handed_out(optimizer, self._looked_at)
+
+    @contextmanager
+    def _unlooked(self) -> Iterator[None]:
+        """Who reads state in here is one of us."""
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+    def _inner(self, parameter: Tensor) -> State | None:
+        """The state of `parameter`: the optimizer's, or, where that is gone, what the script was given of it."""
+        state = self._state
+        if state is not None:
+            found: State | None = dict.get(state, parameter)
+            return found
+        known = self._handed_out.get(id(parameter))
+        return known() if known is not None else None
 
     @property
     def kept_bytes(self) -> int:
@@ -185,7 +225,11 @@ class PagedOptimizer:
             if id(parameter) not in self._leave_it:
                 continue
             inner = dict.get(state, parameter)
-            if inner is None or (sys.getrefcount(inner) <= 3 and nobody_else_holds(inner, parameter)):
+            if type(inner) is HandedOut:  # tells of whoever reads it
+                self._handed_out[id(parameter)] = weakref.ref(inner)
+            elif inner is not None and sys.getrefcount(inner) > 3:
+                continue
+            if inner is None or nobody_else_holds(inner, parameter):
                 found.add(id(parameter))
         return found
 
@@ -310,37 +354,38 @@ class PagedOptimizer:
             self._room.resized(storage)
 
     def _looked_at(self) -> None:
+        if self._is_busy:
+            return
         if self._room is not None and (size := self.away_bytes):
             self._room.looked_at(size)
         self.bring_back()
 
     def bring_back(self) -> None:
         """All state is where the optimizer left it, in tensors of its own; until it is told to `leave`, or the next step."""
-        state = self._state
-        if state is None or all(piece.is_empty for piece in self._pieces):
+        nobodys = self._state is None and not any(known() is not None for known in self._handed_out.values())
+        if nobodys or all(piece.is_empty for piece in self._pieces):
             return
         self.is_back = True
         guard = DisableTorchDispatch()
         try:
-            with held(), torch.no_grad():
+            with held(), torch.no_grad(), self._unlooked():
                 for piece in self._pieces:
-                    self._unpack(state, piece)
+                    self._unpack(piece)
                 for parameter in {
                     id(s.parameter): s.parameter for p in self._pieces for s in p.segments
                 }.values():
-                    put_in_order(dict.get(state, parameter), self._names.get(id(parameter)))
+                    put_in_order(self._inner(parameter), self._names.get(id(parameter)))
         finally:
             del guard
 
-    def _unpack(self, state: StateElsewhere, piece: Piece) -> None:
+    def _unpack(self, piece: Piece) -> None:
         if piece.is_empty:
             return
         self._pager.fetch(piece)
         self._pager.arrive(piece)
         for (number, name), row in piece.rows().items():
             segment = piece.segments[number]
-            parameter = segment.parameter
-            inner = dict.get(state, parameter)
+            inner = self._inner(segment.parameter)
             if inner is None:
                 continue
             whole = inner.get(name)

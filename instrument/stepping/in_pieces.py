@@ -186,8 +186,11 @@ def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) 
 
     whole, parts = made(0.1), made(0.1)
     rows = [parts[a:b] for a, b in itertools.pairwise(_TRIED)]
-    known: State = (dict.get(optimizer.state, example) if example.numel() > 1 else None) or {}
-    of_whole = {key: _tried_state(value, example, n) for key, value in known.items()}
+    known: State | None = dict.get(optimizer.state, example) if example.numel() > 1 else None
+    of_whole = {
+        key: _tried_state(value, example, n)
+        for key, value in (dict.items(known) if known is not None else ())
+    }
     of_rows = [
         {key: value[a:b].clone() if _is_row(value, n) else _copied(value) for key, value in of_whole.items()}
         for a, b in itertools.pairwise(_TRIED)

@@ -115,7 +115,8 @@ def is_steady(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor)
     """Has `parameter` the state that the optimizer gives it in its first step?"""
     if type(optimizer) is torch.optim.SGD and not group["momentum"]:
         return True
-    return bool(dict.get(optimizer.state, parameter))
+    inner = dict.get(optimizer.state, parameter)
+    return inner is not None and dict.__len__(inner) > 0
 
 
 def all_cleared(optimizer: torch.optim.Optimizer) -> bool:

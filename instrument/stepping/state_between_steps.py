@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_shared
+from memopt.instrument.stepping.handed_out import HandedOut
 from memopt.instrument.torch_internals import storage_use_count
 
 LEAST_BYTES = 4096
@@ -21,6 +22,7 @@ _DEEP = 3
 """Lists in lists: statistics of both sides of a matrix (Shampoo, SOAP)."""
 _GET: dict[type, Callable[[Any, Any], Any]] = {
     dict: dict.__getitem__,
+    HandedOut: dict.__getitem__,
     list: list.__getitem__,
     tuple: tuple.__getitem__,
 }
@@ -51,7 +53,10 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     state (`dict`'s own methods)."""
     state: dict[Any, Any] = vars(optimizer)["state"]
     for parameter in list(dict.keys(state)):
-        if _count(dict.__getitem__, state, parameter) <= _ONCE:
+        inner = dict.__getitem__(state, parameter)
+        is_told = type(inner) is HandedOut  # of whoever reads it
+        del inner
+        if is_told or _count(dict.__getitem__, state, parameter) <= _ONCE:
             yield from _within(dict.__getitem__(state, parameter), _DEEP)
 
 
@@ -59,7 +64,7 @@ def _within(owner: Any, deep: int) -> Iterator[Tensor]:
     get = _GET.get(type(owner))
     if get is None or not deep:
         return
-    for key in list(owner) if type(owner) is dict else range(len(owner)):
+    for key in list(dict.keys(owner)) if isinstance(owner, dict) else range(len(owner)):
         if _count(get, owner, key) > _ONCE:
             continue
         value = get(owner, key)

@@ -438,7 +438,7 @@ def test_state_that_the_script_reads_between_steps_is_not_planned_away(reads: bo
 
 def bytes_there(optimizer: torch.optim.Optimizer) -> int:
     """Of state, without a look at it."""
-    tensors = [each for inner in dict.values(optimizer.state) for each in inner.values()]
+    tensors = [each for inner in dict.values(optimizer.state) for each in dict.values(inner)]
     return sum(each.untyped_storage().nbytes() for each in tensors if isinstance(each, Tensor) and each.dim())
 
 

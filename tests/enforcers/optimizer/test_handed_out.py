@@ -1,0 +1,161 @@
+"""What `state_dict()` has given a script that keeps it: the state leaves all the same, and whoever reads what was given finds what a plain run has
+there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from memopt.enforcers.verify.digests import digest
+from memopt.instrument.memory.meter import living_storages
+from memopt.instrument.stepping.handed_out import HandedOut, watch_what_is_handed_out
+from memopt.plan import Plan
+from tests.enforcers.optimizer.test_gradients_elsewhere import plan as pieces_plan
+from tests.enforcers.optimizer.test_state_away import Own, plan_for
+from tests.support.enforced import enforced, seeded
+
+WIDE = 96
+STEPS = 6
+WAYS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[], Plan]]] = {
+    "in pieces": (lambda p: torch.optim.AdamW(p, lr=0.01), pieces_plan),
+    "as a whole": (Own, plan_for),
+}
+
+
+def of_bytes(thing: Any) -> str:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return digest(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+
+
+def numbers(thing: Any) -> list[str]:
+    """Of all tensors in it, in order."""
+    if isinstance(thing, torch.Tensor):
+        return [digest(thing)]
+    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
+    return [each for part in parts for each in numbers(part)]
+
+
+def loaded_again(kept: Any) -> list[str]:
+    file = io.BytesIO()
+    torch.save({"optimizer": kept, "more": [kept["state"]]}, file)
+    file.seek(0)
+    return numbers(torch.load(file))  # by default of what is trusted: no class of memopt's
+
+
+def counted(kept: Any) -> list[str]:
+    (first, *_) = kept["state"].values()
+    there = "exp_avg" in first, len(first), sorted(first), [*reversed(first)], bool(first), first.get("none")
+    return [repr(there), digest(first["exp_avg"]), *numbers(dict(first)), *numbers({**first})]
+
+
+def written(kept: Any) -> list[str]:
+    """What is written there is the optimizer's."""
+    for inner in kept["state"].values():
+        inner["exp_avg"] = inner["exp_avg"] * 0.5
+    return []
+
+
+LOOKS: dict[str, Callable[[Any], list[str]]] = {
+    "saves it": lambda kept: [of_bytes(kept)],
+    "loads what it saves": loaded_again,
+    "counts": counted,
+    "writes": written,
+    "copies it": lambda kept: [*numbers(copy.deepcopy(kept)), *numbers(copy.copy(kept["state"]))],
+    "pickles it": lambda kept: numbers(pickle.loads(pickle.dumps(kept))),
+    "goes through it as a tree": lambda kept: numbers(tree_map(lambda each: each, kept["state"])),
+    "joins it": lambda kept: [each for inner in kept["state"].values() for each in numbers(inner | {"a": 1})],
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_kept_is_the_optimizers_own_whenever_it_is_read(way: str, look: str, tmp_path: Path) -> None:
+    """And is away otherwise: a checkpoint in a variable kept all of it on the device from the first one on."""
+    make, plan = WAYS[way]
+    there: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Linear(WIDE, WIDE)
+        optimizer = make(model.parameters())
+        kept, found = None, []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+            there.append(sum(each.nbytes() for each in living_storages("cpu")))
+            if step == 1:
+                kept = optimizer.state_dict()
+                found.append(of_bytes(kept))
+            if step == 4:
+                found += LOOKS[look](kept)
+        return [*found, *numbers(kept), *numbers(optimizer.state_dict()), *numbers(list(model.parameters()))]
+
+    plain = seeded(loop, STEPS)
+    before, there[:] = list(there), []
+    computed, outcome = enforced(loop, plan(), tmp_path, STEPS)
+    assert computed == plain, outcome
+    less = [a - b for a, b in zip(before, there, strict=True)]
+    assert less[3] == pytest.approx(less[1], rel=0.05), "as before the checkpoint"
+    assert less[3] > 2 * 4 * WIDE * WIDE * 0.9
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_kept_outlives_the_optimizers_state(way: str, tmp_path: Path) -> None:
+    """Another state is loaded, or the optimizer is gone."""
+    make, plan = WAYS[way]
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Linear(WIDE, WIDE)
+        optimizer = make(model.parameters())
+        kept: list[Any] = []
+        found = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+            if step == 1:
+                kept.append(optimizer.state_dict())
+                early = copy.deepcopy(kept[0])
+            if step == 3:
+                optimizer.load_state_dict(early)
+                found += numbers(kept)
+            if step == 4:
+                kept.append(optimizer.state_dict())
+        del optimizer
+        return [*found, *numbers(kept)]
+
+    plain = seeded(loop, STEPS)
+    computed, outcome = enforced(loop, plan(), tmp_path, STEPS)
+    assert computed == plain, outcome
+
+
+def test_without_anybody_to_tell_it_is_a_plain_dict_and_what_others_hold_stays_theirs() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))])
+    for each in optimizer.param_groups[0]["params"]:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    looks: list[int] = []
+    watch_what_is_handed_out(optimizer, lambda: looks.append(1))
+    held = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    given = optimizer.state_dict()["state"]
+    assert [type(each) for each in given.values()] == [HandedOut, dict]
+    assert given[1] is held
+    assert not looks
+    assert given[0]["step"] == 1
+    assert looks
+    of_another_kind = type(given[0])({"step": 7})
+    assert of_another_kind == {"step": 7}
