@@ -388,7 +388,7 @@ class Stages:
         assert apply is not None
         course, standby = self.course, apply.standby
         course.most_saved, course.last_peaks = apply.most_saved, apply.peaks
-        course.larger_at = apply.larger_at
+        course.larger_at = max(0, apply.larger_at - self._parts)
         outcome, self._retired, pieces = apply.retire() if goes_on else (apply.finished(), None, None)
         if pieces is not None:
             self._state.goes_on_with(pieces)
@@ -577,7 +577,11 @@ class Stages:
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
             iterations = self._loop.iterations if self._loop is not None else None
-            if iterations is None or iterations.waits_for_another or count < self._before_recorded:
+            if (
+                iterations is None
+                or iterations.waits_for_another
+                or count - self._parts < self._before_recorded
+            ):
                 return
             if iterations.more_may_join:
                 self._parts = count - 1

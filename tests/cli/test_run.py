@@ -476,7 +476,7 @@ def test_the_next_run_plans_for_what_this_one_came_to(
     plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=predicted_bytes, over_bytes=max(0, predicted_bytes - 1000), grown=1.2)  # fmt: skip
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=1, skipped=0))
     peaks = Peaks(larger=peak_bytes) if most_saved > 1.2 else Peaks(planned=peak_bytes)
-    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=peaks, most_saved=most_saved, phase=phase, iterations=9, enforced_after=0, phases_after=[], grows_in_vain=False)  # fmt: skip
+    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=peaks, most_saved=most_saved, next_recorded=0, phase=phase, iterations=9, enforced_after=0, phases_after=[], grows_in_vain=False)  # fmt: skip
     assert came_to(course) == pytest.approx(factor)
     assert bool(_grown(course)) == (factor > 1)
     was_kept, course.grows_in_vain = did_what_it_said(course), True
@@ -499,7 +499,7 @@ def test_a_plan_that_is_not_kept_is_told(peak_bytes: int, skipped: int, why: str
 
     plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=900, over_bytes=0, grown=1.0)
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=10, skipped=skipped))
-    course = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=Peaks(peak_bytes), iterations=9, enforced_after=3, phases_after=[], grows_in_vain=False)  # fmt: skip
+    course = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=Peaks(peak_bytes), next_recorded=0, iterations=9, enforced_after=3, phases_after=[], grows_in_vain=False)  # fmt: skip
     assert [told.partition(": ")[2] for told in _not_kept(course)] == ([why] if why else [])  # type: ignore[arg-type]
 
 
@@ -535,7 +535,8 @@ def test_a_plan_is_told_of_iterations_by_their_number_in_the_run() -> None:
 
     told: list[int] = []
     session: Any = SimpleNamespace(iteration_ended=lambda count, _: told.append(count), standby=None)
-    stages = Stages(Any, SimpleNamespace(budget=None), Any, lambda _: None)  # type: ignore[arg-type]
+    cache: Any = SimpleNamespace(largest_at=lambda: 0)
+    stages = Stages(Any, SimpleNamespace(budget=None), cache, lambda _: None)  # type: ignore[arg-type]
     stages._session = stages._apply = session
     stages._base = 40
     stages.iteration_ended(41, 1.0)

@@ -17,6 +17,7 @@ from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
 from memopt.errors import NotPossibleHere
+from memopt.estimators.simulator.costs import hooks_ms
 from memopt.estimators.simulator.in_backward import in_backward, why_not
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
@@ -394,7 +395,8 @@ def test_auto_moves_the_step_where_that_is_enough(tmp_path: Path) -> None:
     assert plan.predicted_peak_bytes == peak
     assert plan.in_backward.parameters == len(trace.updates.parameter)
     assert plan.in_backward.saved_bytes == trace.peak_bytes - peak
-    assert plan.predicted_step_ms == pytest.approx(trace.step_ms + 0.03 * plan.in_backward.parameters)
+    watched_ms = 0.03 * plan.in_backward.parameters + hooks_ms(trace)
+    assert plan.predicted_step_ms == pytest.approx(trace.step_ms + watched_ms)
     without = advise(trace, budget_bytes=int(1.01 * peak), deny=("optimizer",), time_limit_s=1.0)
     assert without.in_backward is None
     assert without.predicted_step_ms > plan.predicted_step_ms
