@@ -6,6 +6,7 @@ With a tier no more than three pieces of state are on the device: one that comes
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,12 @@ from memopt.enforcers.optimizer.state_looks import (
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.script.signals import held
-from memopt.instrument.stepping.handed_out import HandedOut, tell_of_looks, watch_what_is_handed_out
+from memopt.instrument.stepping.handed_out import (
+    HandedOut,
+    tell_of_looks,
+    tells_of_looks,
+    watch_what_is_handed_out,
+)
 from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
 from memopt.instrument.stepping.state_between_steps import ALONE, holders
 from memopt.instrument.torch_internals import DisableTorchDispatch
@@ -64,6 +70,8 @@ class PagedOptimizer:
         self._handed_out: dict[int, weakref.ref[HandedOut]] = {}
         """id of a parameter -> its state, where the script was given that: it may outlive the optimizer's."""
         self._is_watched = self._is_busy = False
+        self._lock = threading.RLock()
+        """Another thread that looks waits for the end of a step."""
         self._first: set[int] = set()
         """Parameters that this step is the first of: none of their segments has state, whatever the ones before have left."""
 
@@ -177,12 +185,13 @@ class PagedOptimizer:
 
     @contextmanager
     def _unlooked(self) -> Iterator[None]:
-        """Who reads state in here is one of us."""
-        before, self._is_busy = self._is_busy, True
-        try:
-            yield
-        finally:
-            self._is_busy = before
+        """Who reads state in here, in this thread, is one of us."""
+        with self._lock:
+            before, self._is_busy = self._is_busy, True
+            try:
+                yield
+            finally:
+                self._is_busy = before
 
     def _inner(self, parameter: Tensor) -> State | None:
         """The state of `parameter`: the optimizer's, or, where that is gone, what the script was given of it."""
@@ -219,15 +228,17 @@ class PagedOptimizer:
     def _pageable(self, state: Any) -> set[int]:
         """Parameters whose state nobody else holds: those whose is away already, and those whose would be free if we let go."""
         found = set()
+        tells = tells_of_looks(state)
         for parameter in {
             id(s.parameter): s.parameter for piece in self._pieces for s in piece.segments
         }.values():
             if id(parameter) not in self._leave_it:
                 continue
             inner = dict.get(state, parameter)
-            if type(inner) is HandedOut:  # tells of whoever reads it
+            if type(inner) is HandedOut:
                 self._handed_out[id(parameter)] = weakref.ref(inner)
-            elif inner is not None and sys.getrefcount(inner) > 3:
+            is_told = tells and type(inner) is HandedOut  # of whoever reads it
+            if inner is not None and not is_told and sys.getrefcount(inner) > 3:
                 continue
             if inner is None or nobody_else_holds(inner, parameter):
                 found.add(id(parameter))
@@ -354,11 +365,12 @@ class PagedOptimizer:
             self._room.resized(storage)
 
     def _looked_at(self) -> None:
-        if self._is_busy:
-            return
-        if self._room is not None and (size := self.away_bytes):
-            self._room.looked_at(size)
-        self.bring_back()
+        with self._lock:
+            if self._is_busy:
+                return
+            if self._room is not None and (size := self.away_bytes):
+                self._room.looked_at(size)
+            self.bring_back()
 
     def bring_back(self) -> None:
         """All state is where the optimizer left it, in tensors of its own; until it is told to `leave`, or the next step."""

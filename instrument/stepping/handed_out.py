@@ -2,19 +2,21 @@
 script may keep it (`checkpoint = {"optimizer": optimizer.state_dict()}`). Whoever reads it finds it whole.
 
 From then on the optimizer has a `HandedOut` there, a dict that tells of whoever looks. It is copied and pickled as a plain dict; `torch.save`, whose
-files hold no other, is given plain ones.
+files hold no other, is given plain ones. While another thread may read what was handed out, the state stays.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, ValuesView
 from typing import Any
 
 import torch
 
+from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.instrument.torch_internals import tree_node
 
 
@@ -91,9 +93,18 @@ for _name in (
 HandedOut.__hash__ = None
 
 
-def is_state_of_one(inner: object) -> bool:
-    """Is it the state of one parameter, as torch makes it or as it was handed out?"""
-    return type(inner) is dict or type(inner) is HandedOut
+def tells_of_looks(state: dict[Any, Any]) -> bool:
+    """Was any of `state` handed out, to nobody but this thread? Others are those that run the script's code, or a library's on a dict of the
+    script's (`Thread(target=torch.save, args=(checkpoint, path))`)."""
+    if not any(type(inner) is HandedOut for inner in dict.values(state)):
+        return False
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    return not threads_of_the_script() and not any(map(_has_a_dict, others))
+
+
+def _has_a_dict(thread: threading.Thread) -> bool:
+    given = (*getattr(thread, "_args", ()), *getattr(thread, "_kwargs", {}).values())
+    return any(isinstance(each, dict) for each in given)
 
 
 def watch_what_is_handed_out(optimizer: torch.optim.Optimizer, looked_at: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_shared
-from memopt.instrument.stepping.handed_out import HandedOut
+from memopt.instrument.stepping.handed_out import HandedOut, tells_of_looks
 from memopt.instrument.torch_internals import storage_use_count
 
 LEAST_BYTES = 4096
@@ -52,9 +52,10 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Those that nobody else holds and that fill `LEAST_BYTES` or more, each alone in its storage. Looks past whatever stands in for the
     state (`dict`'s own methods)."""
     state: dict[Any, Any] = vars(optimizer)["state"]
+    tells = tells_of_looks(state)
     for parameter in list(dict.keys(state)):
         inner = dict.__getitem__(state, parameter)
-        is_told = type(inner) is HandedOut  # of whoever reads it
+        is_told = tells and type(inner) is HandedOut  # of whoever reads it
         del inner
         if is_told or _count(dict.__getitem__, state, parameter) <= _ONCE:
             yield from _within(dict.__getitem__(state, parameter), _DEEP)

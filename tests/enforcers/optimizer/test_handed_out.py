@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,57 @@ def test_what_is_kept_outlives_the_optimizers_state(way: str, tmp_path: Path) ->
     plain = seeded(loop, STEPS)
     computed, outcome = enforced(loop, plan(), tmp_path, STEPS)
     assert computed == plain, outcome
+
+
+class Waits:
+    """Is copied once it may be."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+
+    def __deepcopy__(self, known: Any) -> str:
+        self.may.wait(30)
+        return "copied"
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_another_thread_may_read_stays(way: str, library: bool, tmp_path: Path) -> None:
+    """A checkpoint that is written beside the training: it would find a part of the state."""
+    make, plan = WAYS[way]
+    there: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Linear(WIDE, WIDE)
+        optimizer = make(model.parameters())
+        waits, copies = Waits(), list[Any]()
+        found = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+            there.append(sum(each.nbytes() for each in living_storages("cpu")))
+            if step == 1:
+                kept = {"first": waits, **optimizer.state_dict()}
+
+                def beside(kept: Any = kept) -> None:
+                    copies.append(copy.deepcopy(kept))
+
+                thread = threading.Thread(target=copy.deepcopy, args=(kept,)) if library else threading.Thread(target=beside)  # fmt: skip
+                thread.start()
+            if step == 4:
+                waits.may.set()
+                thread.join()
+        return [*found, *numbers(copies)]
+
+    plain = seeded(loop, STEPS)
+    before, there[:] = list(there), []
+    computed, outcome = enforced(loop, plan(), tmp_path, STEPS)
+    assert computed == plain, outcome
+    assert before[1] - there[1] > 2 * 4 * WIDE * WIDE * 0.9
+    assert before[3] - there[3] < 4 * WIDE * WIDE
 
 
 def test_without_anybody_to_tell_it_is_a_plain_dict_and_what_others_hold_stays_theirs() -> None:
