@@ -7,6 +7,7 @@ files hold no other, is given plain ones. While another thread may read what was
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -124,7 +125,8 @@ def watch_what_is_handed_out(optimizer: torch.optim.Optimizer, looked_at: Callab
                 dict.__setitem__(state, parameter, new)
         found["state"] = {key: handed.get(id(each), each) for key, each in given.items()}
 
-    optimizer.register_state_dict_post_hook(hand_out, prepend=True)
+    with contextlib.suppress(AttributeError):  # one that never called its base's __init__: what it hands out stays on the device
+        optimizer.register_state_dict_post_hook(hand_out, prepend=True)
 
 
 def tell_of_looks(state: dict[Any, Any], looked_at: Callable[[], None]) -> None:
