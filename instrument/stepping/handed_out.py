@@ -125,7 +125,9 @@ def watch_what_is_handed_out(optimizer: torch.optim.Optimizer, looked_at: Callab
                 dict.__setitem__(state, parameter, new)
         found["state"] = {key: handed.get(id(each), each) for key, each in given.items()}
 
-    with contextlib.suppress(AttributeError):  # one that never called its base's __init__: what it hands out stays on the device
+    with contextlib.suppress(
+        AttributeError
+    ):  # one that never called its base's __init__: what it hands out stays on the device
         optimizer.register_state_dict_post_hook(hand_out, prepend=True)
 
 
