@@ -28,8 +28,10 @@ class HandedOut(dict[str, Any]):
     looked_at: Callable[[], None] | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain dict; by a `save` of torch's that somebody had before it was replaced, as the only other kind that torch loads by default."""
         self._tell()
-        return dict, (), None, None, iter(list(dict.items(self)))
+        by_torch = sys._getframe(1).f_globals.get("__name__") == torch.serialization.__name__
+        return OrderedDict if by_torch else dict, (), None, None, iter(list(dict.items(self)))
 
     def _tell(self) -> None:
         if self.looked_at is not None:

@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import threading
@@ -53,6 +54,14 @@ def loaded_again(kept: Any) -> list[str]:
     return numbers(torch.load(file))  # by default of what is trusted: no class of memopt's
 
 
+def saved_by_another_name(kept: Any) -> list[str]:
+    """`from torch import save`, at the top of the script."""
+    file = io.BytesIO()
+    inspect.unwrap(torch.save)({"optimizer": kept}, file)
+    file.seek(0)
+    return numbers(torch.load(file))
+
+
 def counted(kept: Any) -> list[str]:
     (first, *_) = kept["state"].values()
     there = "exp_avg" in first, len(first), sorted(first), [*reversed(first)], bool(first), first.get("none")
@@ -69,6 +78,7 @@ def written(kept: Any) -> list[str]:
 LOOKS: dict[str, Callable[[Any], list[str]]] = {
     "saves it": lambda kept: [of_bytes(kept)],
     "loads what it saves": loaded_again,
+    "saves it by another name": saved_by_another_name,
     "counts": counted,
     "writes": written,
     "copies it": lambda kept: [*numbers(copy.deepcopy(kept)), *numbers(copy.copy(kept["state"]))],
