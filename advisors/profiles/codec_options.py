@@ -14,7 +14,7 @@ from memopt.codecs.of_readers import is_proven_on
 from memopt.codecs.row import Codec, Params
 from memopt.codecs.table import CODECS
 from memopt.device import Device
-from memopt.estimators.simulator.costs import LAUNCH_MS
+from memopt.estimators.simulator.costs import CODE_MS, LAUNCH_MS
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.slot_needs import VALUES, Need, needs_of, weakest_common_codec
 from memopt.estimators.simulator.trace_view import Saved, TraceView
@@ -183,9 +183,10 @@ def codec_costs_ms(
     kind = _device_type(device)
     copy_ms = 1000 / (device.copy_bytes_per_s or _DEFAULT_COPY_RATE[kind])
     passes = codec.passes[kind]
+    code_ms = CODE_MS * pace if kind == "cpu" and passes.encode else 0.0
     return (
-        codec.encoding_ms(meta, passes, copy_ms, LAUNCH_MS * pace, test),
-        codec.decoding_ms(meta, passes, copy_ms, LAUNCH_MS * pace),
+        code_ms + codec.encoding_ms(meta, passes, copy_ms, LAUNCH_MS * pace, test),
+        code_ms + codec.decoding_ms(meta, passes, copy_ms, LAUNCH_MS * pace),
     )
 
 

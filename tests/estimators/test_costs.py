@@ -5,8 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from memopt.advisors.profiles.codec_options import codec_costs_ms
 from memopt.advisors.profiles.problem import Problem
-from memopt.estimators.simulator.costs import HOOK_MS, LOOKUP, MAKE_MS, MODE_MS, REPLAY_MS, pace_of, usual_ms
+from memopt.codecs.meta import TensorMeta
+from memopt.codecs.table import CODECS
+from memopt.estimators.simulator.costs import (
+    CODE_MS,
+    HOOK_MS,
+    LOOKUP,
+    MAKE_MS,
+    MODE_MS,
+    REPLAY_MS,
+    pace_of,
+    usual_ms,
+)
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace, Watching, ops_of_phase
@@ -56,3 +68,21 @@ def test_all_that_the_host_does_has_that_pace(trace: Trace) -> None:
     more_ms = 3 * (usual_ms(trace) + MAKE_MS) + found.replay_ms - usual.replay_ms
     assert found.step_ms - usual.step_ms == pytest.approx(more_ms, abs=1e-5)
     assert found.peak_bytes == usual.peak_bytes
+
+
+def test_codecs_of_small_tensors_cost_what_finding_out_takes(trace: Trace) -> None:
+    """26 dropout masks of half a MiB were priced at a third of what they took."""
+    meta = TensorMeta(size=(8,), stride=(1,), storage_offset=0, dtype="float32", itemsize=4, device="cpu")
+    encode, decode = codec_costs_ms(CODECS["two_valued"], meta, trace.device, 2.0, "")
+    assert encode == pytest.approx(2 * CODE_MS, rel=0.01)
+    assert decode == pytest.approx(2 * CODE_MS, rel=0.01)
+    assert codec_costs_ms(CODECS["nothing"], meta, trace.device, 2.0, "") == (0.0, 0.0)
+
+
+def test_where_nothing_is_decided_the_hooks_of_another_run_are_in_the_step(trace: Trace) -> None:
+    view = TraceView(
+        watched(trace, 3 * (MODE_MS * ops_of_phase(trace, "forward") + HOOK_MS * len(trace.slots.node)))
+    )
+    plain, other = Simulator(view).run({}), Simulator(view, hooked=True).run({})
+    assert other.step_ms - plain.step_ms == pytest.approx(3 * HOOK_MS * len(trace.slots.node))
+    assert other.peak_bytes == plain.peak_bytes
