@@ -342,7 +342,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return "module" if "." in name else "optimizer" if name.startswith("parameter ") else ""
 
 
-def module_of(call: str) -> str:
+def module_of_call(call: str) -> str:
     """`layers.0.conv1` of a call of it, `layers.0.conv1#1` or, without gradients, `layers.0.conv1~+0` (`instrument.frames`)."""
     return re.split("[#~]", call, maxsplit=1)[0]
 

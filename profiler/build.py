@@ -26,7 +26,7 @@ from memopt.trace import (
     Trace,
     Values,
     bounded,
-    module_of,
+    module_of_call,
 )
 from memopt.version import VERSION
 
@@ -230,7 +230,7 @@ def _label(recorder: Recorder, row: StorageRow, maker: int) -> str:
     if row.found:
         return f"made outside torch · {row.meta}"
     op = recorder.ops[maker]
-    module = "script" if op.module.startswith("@") else module_of(op.module)
+    module = "script" if op.module.startswith("@") else module_of_call(op.module)
     name = op.kind.name.removeprefix("aten.").partition(".")[0]
     return f"{module} · {name}{' (backward)' if op.phase == BACKWARD else ''} · {row.meta}"
 

@@ -14,7 +14,7 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.elsewhere.batch import grows, recorded_batch
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import CATEGORIES, LEFT_OVER, PHASES, module_of
+from memopt.trace import CATEGORIES, LEFT_OVER, PHASES, module_of_call
 from memopt.units import format_bytes
 
 STATE = ("parameter", "gradient", "optimizer state", "buffer")
@@ -183,7 +183,7 @@ def _without_shape(label: str) -> str:
 def place_of(problem: Problem, op: int, *, op_name: bool = True) -> str:
     """`backward of layers.0.conv1 (aten.convolution_backward.default)`."""
     trace = problem.view.trace
-    where = module_of(trace.strings[trace.ops.module[op]].lstrip("@")) or "the script"
+    where = module_of_call(trace.strings[trace.ops.module[op]].lstrip("@")) or "the script"
     phase = PHASES[int(problem.view.phase[op])]
     named = f" ({trace.op_name(op)})" if op_name else ""
     if phase == "optimizer":  # an op there is of all that it steps

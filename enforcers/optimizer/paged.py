@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.piece import Pager, Piece
-from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
+from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere, stand_in
 from memopt.enforcers.optimizer.state_looks import (
     as_it_lies,
     is_of_elements,
@@ -29,12 +29,7 @@ from memopt.enforcers.optimizer.state_looks import (
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.script.signals import held
-from memopt.instrument.stepping.handed_out import (
-    HandedOut,
-    tell_of_looks,
-    tells_of_looks,
-    watch_what_is_handed_out,
-)
+from memopt.instrument.stepping.handed_out import HandedOut, tells_of_looks
 from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
 from memopt.instrument.stepping.state_between_steps import ALONE, holders
 from memopt.instrument.torch_internals import DisableTorchDispatch
@@ -69,7 +64,7 @@ class PagedOptimizer:
         """Somebody has looked at the state, which is whole since."""
         self._handed_out: dict[int, weakref.ref[HandedOut]] = {}
         """id of a parameter -> its state, where the script was given that: it may outlive the optimizer's."""
-        self._is_watched = self._is_busy = False
+        self._is_busy = False
         self._lock = threading.RLock()
         """Another thread that looks waits for the end of a step."""
         self._first: set[int] = set()
@@ -176,12 +171,7 @@ class PagedOptimizer:
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pages and self._stand is None and holders(optimizer) == ALONE:
-            optimizer.state = stand = StateElsewhere(optimizer.state, self.bring_back, self._looked_at)
-            self._stand = weakref.ref(stand)
-            tell_of_looks(stand, self._looked_at)
-            if not self._is_watched:
-                self._is_watched = True
-                watch_what_is_handed_out(optimizer, self._looked_at)
+            self._stand = stand_in(optimizer, self.bring_back, self._looked_at)
 
     @contextmanager
     def _unlooked(self) -> Iterator[None]:

@@ -16,12 +16,11 @@ import torch
 from torch import UntypedStorage
 
 from memopt.enforcers import capturing
-from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
+from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere, stand_in
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.script.signals import held
-from memopt.instrument.stepping.handed_out import tell_of_looks, watch_what_is_handed_out
 from memopt.instrument.stepping.state_between_steps import state_tensors, why_state_stays
 from memopt.instrument.torch_internals import DisableTorchDispatch
 
@@ -90,8 +89,6 @@ class _Away:
         self._gone: list[EmptiedStorage] = []
         self._filled: tuple[int, set[int]] = -1, set()
         """The iteration in which storages got new memory, and their addresses: a profile of it sees them end."""
-        self._is_watched = False
-        """Does it tell of what the optimizer hands out?"""
         self._room: Room | None = None
         self.stays = ""
         self.is_back = False
@@ -115,14 +112,7 @@ class _Away:
                     reason = self.stays or why_state_stays(optimizer)
                     if reason:
                         return reason
-                    optimizer.state = stand_in = StateElsewhere(
-                        optimizer.state, self.bring_back, self._looked_at
-                    )
-                    self._stand_in = weakref.ref(stand_in)
-                    tell_of_looks(stand_in, self._looked_at)
-                    if not self._is_watched:
-                        self._is_watched = True
-                        watch_what_is_handed_out(optimizer, self._looked_at)
+                    self._stand_in = stand_in(optimizer, self.bring_back, self._looked_at)
                 reason = self.stays or why_state_stays(optimizer, is_ours=True)
                 return reason or self._send(optimizer, least_bytes, room)
         finally:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from memopt.errors import MemoptError
 from memopt.instrument.script.forks import bring_back_before_forks
+from memopt.instrument.stepping.handed_out import tell_of_looks, watch_what_is_handed_out
+from memopt.instrument.stepping.whole_first import WholeFirst, whole_first
 
 
-class StateElsewhere(defaultdict[Any, Any]):
-    """`optimizer.state`, as its owner's `bring_back` makes it whole. What goes on inside uses `dict`'s own methods."""
+@whole_first("__reduce__")
+class StateElsewhere(WholeFirst, defaultdict[Any, Any]):
+    """`optimizer.state`, as its owner's `bring_back` makes it whole."""
 
     bring_back: Callable[[], None]
-    looked_at: Callable[[], None]
 
     def __init__(
         self,
@@ -34,65 +38,25 @@ class StateElsewhere(defaultdict[Any, Any]):
             dict.__setitem__(self, key, dict.__getitem__(state, key))
         self.bring_back = bring_back
         self.looked_at = looked_at or bring_back
+        tell_of_looks(self)
         _living[id(self)] = self
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what torch makes: a plain `defaultdict`."""
-        self.looked_at()
         return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
 
     def copy(self) -> Any:
-        self.looked_at()
         return defaultdict(dict, dict.items(self))
 
-    __copy__ = copy
 
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
+def stand_in(
+    optimizer: torch.optim.Optimizer, bring_back: Callable[[], None], looked_at: Callable[[], None]
+) -> weakref.ref[StateElsewhere]:
+    """Put one in the place of the optimizer's state; it goes with the optimizer, or with whoever has taken it."""
+    optimizer.state = state = StateElsewhere(optimizer.state, bring_back, looked_at)
+    watch_what_is_handed_out(optimizer)
+    return weakref.ref(state)
 
-    def __ror__(self, other: Any) -> Any:
-        return other | self.copy()
-
-    def items(self) -> Any:
-        """Looked at whenever the script goes on with it, also after steps."""
-        return ItemsView(self)
-
-    def values(self) -> Any:
-        """As `items`."""
-        return ValuesView(self)
-
-    def __iter__(self) -> Any:  # `dict(state)` would go past __getitem__ were this not here
-        return iter(list(dict.keys(self)))
-
-
-def _whole_first(name: str) -> Callable[..., Any]:
-    plain = getattr(defaultdict, name)
-
-    def method(self: StateElsewhere, *args: Any, **kwargs: Any) -> Any:
-        self.looked_at()
-        return plain(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name in (
-    "__getitem__",
-    "__setitem__",
-    "__delitem__",
-    "__eq__",
-    "__ne__",
-    "__ior__",
-    "__repr__",
-    "get",
-    "pop",
-    "popitem",
-    "setdefault",
-    "update",
-    "clear",
-):
-    setattr(StateElsewhere, _name, _whole_first(_name))
-StateElsewhere.__hash__ = None
 
 _living: weakref.WeakValueDictionary[int, StateElsewhere] = weakref.WeakValueDictionary()
 """By id, since none can be hashed."""

@@ -11,89 +11,30 @@ import contextlib
 import functools
 import sys
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memopt.instrument.script.other_threads import threads_of_the_script
+from memopt.instrument.stepping.whole_first import WholeFirst, whole_first
 from memopt.instrument.torch_internals import tree_node
 
 
-class HandedOut(dict[str, Any]):
-    """The state of one parameter. `looked_at` is called before it is read; without one it is a plain dict. What goes on inside uses `dict`'s own
-    methods."""
-
-    looked_at: Callable[[], None] | None = None
+@whole_first("__contains__", "__iter__", "__len__", "__reversed__", "keys")
+class HandedOut(WholeFirst, dict[str, Any]):
+    """The state of one parameter. Where nobody is told it is a plain dict."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a plain dict; by a `save` of torch's that somebody had before it was replaced, as the only other kind that torch loads by default."""
-        self._tell()
+        self.looked_at()
         by_torch = sys._getframe(1).f_globals.get("__name__") == torch.serialization.__name__
         return OrderedDict if by_torch else dict, (), None, None, iter(list(dict.items(self)))
 
-    def _tell(self) -> None:
-        if self.looked_at is not None:
-            self.looked_at()
-
     def copy(self) -> dict[str, Any]:
-        self._tell()
         return dict(dict.items(self))
-
-    __copy__ = copy
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self.copy()
-
-    def items(self) -> Any:
-        """Looked at whenever the script goes on with it, also after steps."""
-        return ItemsView(self)
-
-    def values(self) -> Any:
-        """As `items`."""
-        return ValuesView(self)
-
-    def __iter__(self) -> Any:  # `dict(state)` would go past __getitem__ were this not here
-        self._tell()
-        return iter(list(dict.keys(self)))
-
-
-def _whole_first(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def method(self: HandedOut, *args: Any, **kwargs: Any) -> Any:
-        self._tell()
-        return plain(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-for _name in (
-    "__getitem__",
-    "__setitem__",
-    "__delitem__",
-    "__contains__",
-    "__len__",
-    "__eq__",
-    "__ne__",
-    "__ior__",
-    "__repr__",
-    "__reversed__",
-    "keys",
-    "get",
-    "pop",
-    "popitem",
-    "setdefault",
-    "update",
-    "clear",
-):
-    setattr(HandedOut, _name, _whole_first(_name))
-HandedOut.__hash__ = None
 
 
 def tells_of_looks(state: dict[Any, Any]) -> bool:
@@ -110,34 +51,37 @@ def _has_a_dict(thread: threading.Thread) -> bool:
     return any(isinstance(each, dict) for each in given)
 
 
-def watch_what_is_handed_out(optimizer: torch.optim.Optimizer, looked_at: Callable[[], None]) -> None:
-    """Have `looked_at` called from here on before anybody reads what `optimizer.state_dict()` gives of its state."""
+def watch_what_is_handed_out(optimizer: torch.optim.Optimizer) -> None:
+    """Have whatever stands for its state told from here on before anybody reads what `optimizer.state_dict()` gives of that."""
     _taken_for_plain_ones()
-
-    def hand_out(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
-        state, given = vars(optimizer).get("state"), found.get("state")
-        if not isinstance(state, dict) or type(given) is not dict:
-            return
-        handed: dict[int, HandedOut] = {}
-        for parameter in list(dict.keys(state)):
-            inner = dict.__getitem__(state, parameter)
-            if type(inner) is dict and sys.getrefcount(inner) <= _GIVEN:
-                handed[id(inner)] = new = HandedOut(inner)
-                new.looked_at = looked_at
-                dict.__setitem__(state, parameter, new)
-        found["state"] = {key: handed.get(id(each), each) for key, each in given.items()}
-
-    with contextlib.suppress(
-        AttributeError
-    ):  # one that never called its base's __init__: what it hands out stays on the device
-        optimizer.register_state_dict_post_hook(hand_out, prepend=True)
+    if optimizer not in _watched:
+        _watched.add(optimizer)
+        with contextlib.suppress(
+            AttributeError
+        ):  # its base's __init__ was never called: what it hands out stays
+            optimizer.register_state_dict_post_hook(_hand_out, prepend=True)
 
 
-def tell_of_looks(state: dict[Any, Any], looked_at: Callable[[], None]) -> None:
-    """What was handed out of `state` tells somebody else from here on."""
-    for inner in dict.values(state):
-        if type(inner) is HandedOut:
-            inner.looked_at = looked_at
+def _hand_out(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
+    state, given = vars(optimizer).get("state"), found.get("state")
+    if not isinstance(state, dict) or type(given) is not dict:
+        return
+    handed: dict[int, HandedOut] = {}
+    for parameter in list(dict.keys(state)):
+        inner = dict.__getitem__(state, parameter)
+        if type(inner) is dict and sys.getrefcount(inner) <= _GIVEN:
+            handed[id(inner)] = new = HandedOut(inner)
+            dict.__setitem__(state, parameter, new)
+    tell_of_looks(state)
+    found["state"] = {key: handed.get(id(each), each) for key, each in given.items()}
+
+
+def tell_of_looks(state: dict[Any, Any]) -> None:
+    """Whoever is told of looks at `state` is told of those at what was handed out of it."""
+    if isinstance(state, WholeFirst):
+        for inner in dict.values(state):
+            if type(inner) is HandedOut:
+                inner.looked_at = state.looked_at
 
 
 def _references_to_what_is_given() -> int:
@@ -151,6 +95,7 @@ def _references_to_what_is_given() -> int:
 
 _GIVEN = _references_to_what_is_given()
 """As many hold what the state, and what is given, hold alone."""
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import CATEGORIES, PHASES, Trace
+from memopt.trace import CATEGORIES, PHASES, Trace, module_of_call
 
 WORKSPACE = "workspace"
 _SAVED_AT = re.compile(r"saved by \S+ \(\S+\) (?:at|after) (.+?)(?= · |$)")
@@ -112,9 +112,7 @@ def phase_of(trace: Trace, op: int) -> str:
 
 def module_path(key: str) -> str:
     """`GPT.blocks.0` of module call `GPT.blocks.0#3`; empty for a call outside any module."""
-    if key.startswith("@"):
-        return ""
-    return key.replace("~", "#").rpartition("#")[0] or key
+    return "" if key.startswith("@") else module_of_call(key)
 
 
 def open_paths(sizes: list[tuple[str, int]], most: int) -> dict[str, int]:

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from memopt.enforcers.optimizer.state_elsewhere import stand_in
 from memopt.enforcers.verify.digests import digest
 from memopt.instrument.memory.meter import living_storages
-from memopt.instrument.stepping.handed_out import HandedOut, watch_what_is_handed_out
+from memopt.instrument.stepping.handed_out import HandedOut
 from memopt.plan import Plan
 from tests.enforcers.optimizer.test_gradients_elsewhere import plan as pieces_plan
-from tests.enforcers.optimizer.test_state_away import Own, plan_for
+from tests.enforcers.optimizer.test_state_away import Own, plan_for, training
 from tests.support.enforced import enforced, seeded
 
 WIDE = 96
@@ -94,24 +95,18 @@ def test_what_is_kept_is_the_optimizers_own_whenever_it_is_read(way: str, look: 
     """And is away otherwise: a checkpoint in a variable kept all of it on the device from the first one on."""
     make, plan = WAYS[way]
     there: list[int] = []
+    kept: dict[str, Any] = {}
+
+    def between(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        there.append(sum(each.nbytes() for each in living_storages("cpu")))
+        if step == 1:
+            kept.update(optimizer.state_dict())
+            return [of_bytes(kept)]
+        return LOOKS[look](kept) if step == 4 else []
 
     def loop(steps: int) -> list[str]:
-        model = nn.Linear(WIDE, WIDE)
-        optimizer = make(model.parameters())
-        kept, found = None, []
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = model(torch.randn(8, WIDE)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(digest(loss))
-            there.append(sum(each.nbytes() for each in living_storages("cpu")))
-            if step == 1:
-                kept = optimizer.state_dict()
-                found.append(of_bytes(kept))
-            if step == 4:
-                found += LOOKS[look](kept)
-        return [*found, *numbers(kept), *numbers(optimizer.state_dict()), *numbers(list(model.parameters()))]
+        kept.clear()
+        return [*training(make, between)(steps), *numbers(kept)]
 
     plain = seeded(loop, STEPS)
     before, there[:] = list(there), []
@@ -126,28 +121,23 @@ def test_what_is_kept_is_the_optimizers_own_whenever_it_is_read(way: str, look: 
 def test_what_is_kept_outlives_the_optimizers_state(way: str, tmp_path: Path) -> None:
     """Another state is loaded, or the optimizer is gone."""
     make, plan = WAYS[way]
+    kept: list[Any] = []
+    early: list[Any] = []
+
+    def between(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        if step in (1, 4):
+            kept.append(optimizer.state_dict())
+        if step == 1:
+            early.append(copy.deepcopy(kept[0]))
+        if step == 3:
+            optimizer.load_state_dict(early[0])
+            return numbers(kept)
+        return []
 
     def loop(steps: int) -> list[str]:
-        model = nn.Linear(WIDE, WIDE)
-        optimizer = make(model.parameters())
-        kept: list[Any] = []
-        found = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = model(torch.randn(8, WIDE)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(digest(loss))
-            if step == 1:
-                kept.append(optimizer.state_dict())
-                early = copy.deepcopy(kept[0])
-            if step == 3:
-                optimizer.load_state_dict(early)
-                found += numbers(kept)
-            if step == 4:
-                kept.append(optimizer.state_dict())
-        del optimizer
-        return [*found, *numbers(kept)]
+        kept.clear()
+        early.clear()
+        return [*training(make, between)(steps), *numbers(kept)]
 
     plain = seeded(loop, STEPS)
     computed, outcome = enforced(loop, plan(), tmp_path, STEPS)
@@ -171,31 +161,27 @@ def test_what_another_thread_may_read_stays(way: str, library: bool, tmp_path: P
     """A checkpoint that is written beside the training: it would find a part of the state."""
     make, plan = WAYS[way]
     there: list[int] = []
+    copies: list[Any] = []
+    beside: list[Any] = []
+
+    def between(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        there.append(sum(each.nbytes() for each in living_storages("cpu")))
+        if step == 1:
+            kept = {"first": Waits(), **optimizer.state_dict()}
+            own = threading.Thread(target=lambda: copies.append(copy.deepcopy(kept)))
+            thread = threading.Thread(target=copy.deepcopy, args=(kept,)) if library else own
+            thread.start()
+            beside[:] = kept["first"], thread
+        if step == 4:
+            waits, thread = beside
+            waits.may.set()
+            thread.join()
+            return numbers(copies)
+        return []
 
     def loop(steps: int) -> list[str]:
-        model = nn.Linear(WIDE, WIDE)
-        optimizer = make(model.parameters())
-        waits, copies = Waits(), list[Any]()
-        found = []
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = model(torch.randn(8, WIDE)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(digest(loss))
-            there.append(sum(each.nbytes() for each in living_storages("cpu")))
-            if step == 1:
-                kept = {"first": waits, **optimizer.state_dict()}
-
-                def beside(kept: Any = kept) -> None:
-                    copies.append(copy.deepcopy(kept))
-
-                thread = threading.Thread(target=copy.deepcopy, args=(kept,)) if library else threading.Thread(target=beside)  # fmt: skip
-                thread.start()
-            if step == 4:
-                waits.may.set()
-                thread.join()
-        return [*found, *numbers(copies)]
+        copies.clear()
+        return training(make, between)(steps)
 
     plain = seeded(loop, STEPS)
     before, there[:] = list(there), []
@@ -211,9 +197,10 @@ def test_without_anybody_to_tell_it_is_a_plain_dict_and_what_others_hold_stays_t
         each.grad = torch.ones_like(each)
     optimizer.step()
     looks: list[int] = []
-    watch_what_is_handed_out(optimizer, lambda: looks.append(1))
     held = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    stand_in(optimizer, lambda: None, lambda: looks.append(1))
     given = optimizer.state_dict()["state"]
+    looks.clear()  # of `state_dict` itself
     assert [type(each) for each in given.values()] == [HandedOut, dict]
     assert given[1] is held
     assert not looks
