@@ -52,6 +52,12 @@ class Frame:
         """What an enforcer has to do in this call, once it has looked that up."""
 
     @property
+    def outermost_call(self) -> str:
+        """The outermost module's name and call; empty outside modules."""
+        sign = "~" if self.without_gradients else "#"
+        return f"{self.path.partition('.')[0]}{sign}{self.outermost}" if self.path else ""
+
+    @property
     def without_gradients(self) -> bool:
         """Was the module called where none are recorded?"""
         return "~" in self.key

@@ -78,6 +78,8 @@ class WeightsAway:
         self.room: Room | None = None
         self._filled: set[int] = set()
         """Got new memory in this iteration."""
+        self._last: dict[int, ref[Tensor]] = {}
+        """By action: who owned what left."""
         self._lock = threading.RLock()
 
     def leave(
@@ -106,6 +108,13 @@ class WeightsAway:
                     self.waiting.append(_Waiting(action, size_bytes, owner, again, unrecorded, told))
         finally:
             del guard
+
+    def leave_uncalled(self, action: int, size_bytes: int, told: Told) -> None:
+        """The call after which this weight leaves is not made in this iteration: send away what left in others. Another one begins, which
+        records gradients."""
+        owner = self._last[action]() if action in self._last else None
+        if owner is not None:
+            self.leave(action, size_bytes, [owner], unrecorded=True, told=told)
 
     def try_again(self) -> None:
         """Another op has run: what held these may be over."""
@@ -173,6 +182,7 @@ class WeightsAway:
             return error.what
         self.away[address] = emptied
         self.leaving.append(emptied)
+        self._last[action] = ref(owned[0])
         self._swapper.joins(action, emptied)
         return ""
 

@@ -145,6 +145,11 @@ class WatchedWeights:
         else:
             self._between.leave(action, size_bytes, arguments, again=again, unrecorded=unrecorded, told=told)
 
+    def leave_uncalled(self, action: int, size_bytes: int, told: Told) -> None:
+        """As `WeightsAway` has it."""
+        if self._between is not None and not self._stopped:
+            self._between.leave_uncalled(action, size_bytes, told)
+
     def was_saved(self, handle: Kept) -> None:
         """Autograd holds `handle` for backward."""
         if handle.tensor.layout is not torch.strided:
