@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.carried_out import Account
@@ -38,7 +38,7 @@ from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
-from memopt.instrument.frames import Frame, Frames
+from memopt.instrument.frames import Frame, Frames, root_of
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import (
@@ -101,6 +101,9 @@ class Engine(modes.Mode):
         self._makers = Makers()
         self.watches = not tables.empty or self.weights is not None
         """Is there anything to be done about tensors?"""
+        frames.sleepers.append(self)
+        self._asleep = False
+        self._never_sleeps = "@" in tables.calls
         self.values.whole_first = self.weights.replayed if self.weights is not None else None
         self.account = Account()
         self._letting_go = LettingGo(tables.actions, self.values, swapper, self._streams, self.account)
@@ -129,13 +132,51 @@ class Engine(modes.Mode):
 
     def enter(self) -> None:
         """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
+        self._asleep = False
         if self.active and self.watches and current_mode() is not self:
             modes.enter(self)
 
+    def sleep(self) -> None:
+        """An iteration has ended: watch ops again from the first call of a module on that the plan names, or the first saved tensor. What comes
+        before (a batch is made of hundreds of images) is nothing to it, unless a graph lives on."""
+        if self._never_sleeps or self._weights_are_away or self.values.any_live:
+            self.enter()
+        elif not self._asleep:
+            self._asleep = True
+            modes.leave(self)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """There is nothing to be done about its many small ops, unless it will call backward, or its closure, or has a graph of its own."""
+        self.changing.step_begins(optimizer)
+        iterations = self._iterations
+        trains = iterations.step_has_closure or iterations.in_backward or self.changing.sees_writes
+        if not (trains or getattr(optimizer, "defaults", {}).get("differentiable") or self._weights_are_away):
+            self._asleep = True
+            self._leave()
+
+    def step_ended(self) -> None:
+        """Watch ops again; as the iteration ends, no more."""
+        if self._asleep:
+            self.enter()
+
+    def call_begins(self, module: nn.Module, name: str, args: object) -> None:
+        """`Frames` tells of it."""
+        if self._asleep and root_of(name) in self._tables.roots:
+            self.enter()
+
+    def evaluated(self) -> None:
+        """`Frames` tells of it: before the training goes on a batch may be made."""
+        if not self.saved_tensors and self.active and not self._iterations.in_backward:
+            self.sleep()
+
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost), or weights are away."""
-        if self.weights is None or not self.weights.any_away:
+        if not self._weights_are_away:
             self._leave()
+
+    @property
+    def _weights_are_away(self) -> bool:
+        return self.weights is not None and self.weights.any_away
 
     def _leave(self) -> None:
         modes.leave_if_innermost(self)
@@ -180,7 +221,9 @@ class Engine(modes.Mode):
 
     def stop(self) -> None:
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""
-        self.active = False
+        self.active = self._asleep = False
+        if self in self._frames.sleepers:
+            self._frames.sleepers.remove(self)
         self._unsettled.clear()
         self._later.clear()
         modes.leave(self)
@@ -383,6 +426,8 @@ class Engine(modes.Mode):
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs = ordinal + 1
+        if self._asleep:
+            self.enter()
         to_do = self._to_do_in(frame)
         if to_do is NOTHING:
             return Kept(tensor) if standby is None else standby.guard.pack(tensor)

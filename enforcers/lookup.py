@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from memopt.instrument.frames import root_of
 from memopt.plan import Action, Plan, SlotRef
 
 
@@ -67,7 +70,7 @@ NOTHING = InCall()
 """In module calls that the plan does not name."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Tables:
     """Lookups by module call."""
 
@@ -78,6 +81,11 @@ class Tables:
     def of(self, call: str) -> InCall:
         """What there is to do in the module call of this name."""
         return self.calls.get(call, NOTHING)
+
+    @cached_property
+    def roots(self) -> frozenset[str]:
+        """Names of the outermost modules in whose calls, or after them, there is something to do."""
+        return frozenset(root_of(re.split("[#~]", call.lstrip("@"))[0]) for call in self.calls)
 
     @property
     def empty(self) -> bool:

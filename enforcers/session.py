@@ -472,7 +472,7 @@ class ApplySession:
         if self._over_gradients is not None:
             self._over_gradients.new_iteration()
         self._frames.new_iteration()
-        engine.enter()
+        engine.sleep()
         if self._iterations is not None:
             guarded = engine.standby is not None and not engine.standby.guard.rests
             self._measurements.iteration_begins(count, self._iterations, guarded=guarded)
@@ -525,7 +525,7 @@ class ApplySession:
         if self._also is not None:
             self._also.step_begins(optimizer)
         if self._engine is not None:
-            self._engine.changing.step_begins(optimizer)
+            self._engine.step_begins(optimizer)
         if self._steps is not None:
             self._steps.step_begins(optimizer)
 
@@ -550,5 +550,7 @@ class ApplySession:
             return away.copy_of(parameter)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._engine is not None:
+            self._engine.step_ended()
         if self._steps is not None:
             self._steps.step_ended(optimizer)

@@ -72,6 +72,11 @@ class Values:
         return bool(self._pins)
 
     @property
+    def any_live(self) -> bool:
+        """May a graph still ask for any, or be made of what may change?"""
+        return bool(self._pins or self._older or self._values or self._asked_for)
+
+    @property
     def makes_graph(self) -> bool:
         """Does a backward call run that makes a graph of its own?"""
         return self._thread.backward_makes_graph

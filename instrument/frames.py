@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,11 @@ from memopt.trace import MOST_CHARACTERS, bounded
 
 _MOST_CHARACTERS = MOST_CHARACTERS // 2
 """Of a module's path: with the call it is a name that a profile keeps as it is."""
+
+
+def root_of(path: str) -> str:
+    """Name of the outermost module of a module's path."""
+    return path.partition(".")[0]
 
 
 class Frame:
@@ -55,7 +60,7 @@ class Frame:
     def outermost_call(self) -> str:
         """The outermost module's name and call; empty outside modules."""
         sign = "~" if self.without_gradients else "#"
-        return f"{self.path.partition('.')[0]}{sign}{self.outermost}" if self.path else ""
+        return f"{root_of(self.path)}{sign}{self.outermost}" if self.path else ""
 
     @property
     def without_gradients(self) -> bool:
@@ -67,6 +72,16 @@ class Frame:
         count = self.ops.get(name, 0)
         self.ops[name] = count + 1
         return count
+
+
+class Sleeper(Protocol):
+    """Told of calls of outermost modules."""
+
+    def call_begins(self, module: nn.Module, name: str, args: object) -> None:
+        """`module`, of that name, is called on `args`."""
+
+    def evaluated(self) -> None:
+        """One without gradients has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,8 @@ class Frames:
         self._iteration = 0
         self.before_training: Callable[[], None] | None = None
         """Called once, right before the first call of a module that can be trained, with gradients."""
+        self.sleepers: list[Sleeper] = []
+        """Who watches ops in some calls only."""
         self.without_gradients: Callable[[bool], None] | None = None
         """Called with true where an outermost module call without gradients begins, and with false where it has ended."""
         self.entered: Callable[[nn.Module], None] | None = None
@@ -202,17 +219,19 @@ class Frames:
             self._entered.clear()
             if self.without_gradients is not None and sign == "~":
                 self.without_gradients(True)
-            path, outermost = self._outermost(module, sign)
+            path, outermost = self._outermost(module, sign, args)
             key = f"{path}{sign}{outermost}"
         frame = Frame(key, path, outermost)
         self._stack.append(frame)
         self.current = frame
 
-    def _outermost(self, module: nn.Module, sign: str) -> tuple[str, str]:
+    def _outermost(self, module: nn.Module, sign: str, args: object) -> tuple[str, str]:
         """Path and call of `module`, which is called from the script's code."""
         place = self._loop.place()
         after = "+" if self._loop.is_at_its_end else ""
         path = self._path_of(module)
+        for each in self.sleepers:
+            each.call_begins(module, path, args)
         called = f"{path}{sign}{after}"
         roles = self._places_of_calls.get(called)
         if roles is None:
@@ -289,6 +308,8 @@ class Frames:
         if self.without_gradients is not None and frame.without_gradients:
             self.without_gradients(False)
         self.current = self._outside
+        for each in self.sleepers if frame.without_gradients else ():
+            each.evaluated()
 
     def _go_outside(self, key: str) -> None:
         if self.named is None or key in self.named:

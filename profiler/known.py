@@ -6,7 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from itertools import islice
+from types import FrameType, GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ Tell = Callable[[Tensor, str, str], None]
 
 _DEEP = 8
 """Lists in lists that are looked into: one may hold itself."""
+_DEEP_IN_OBJECTS = 3
+"""Objects in objects, likewise: a loader's dataset, and the one of which that is a part."""
+_MOST_ATTRIBUTES = 64
+"""Of one object."""
 
 
 @dataclass(slots=True)
@@ -72,8 +77,8 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There, i
         if gradient is not None:
             tell(gradient, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
-    # views with a name before what they are views of, which may have none (results of `torch.func.vmap`)
-    for tensor in sorted(tensors, key=lambda each: id(each) not in variables):
+    # views with a name before what they are views of, which may have none (results of `torch.func.vmap`), or one inside an object
+    for tensor in sorted(tensors, key=lambda each: variables.get(id(each), "...").count(".")):
         gradient = kept_gradient(tensor)
         if gradient is not None:
             tell(gradient, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
@@ -161,10 +166,37 @@ def _variables() -> dict[int, str]:
     Before Python 3.13 a function's `f_locals` is a copy that stays in the frame: reading it would keep old batches alive.
     """
     found: dict[int, str] = {}
+    inside: dict[int, str] = {}
+    seen: set[int] = set()
     for scope in _scopes():
         for name, value in list(scope.items()):
             for tensor in _tensors_in(value):
                 found.setdefault(id(tensor), f"{VARIABLE}{name}")
+            for path, tensor in _held_in(value, seen):
+                inside.setdefault(id(tensor), f"{VARIABLE}{name}{path}")
+    return inside | found
+
+
+def _held_in(thing: Any, seen: set[int], deep: int = _DEEP_IN_OBJECTS) -> Iterable[tuple[str, Tensor]]:
+    """Path and tensor of what the attributes of an object hold (`.dataset.tensors` of a loader); of each object once."""
+    if not deep or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    for name, value in islice(list(_attributes_of(thing).items()), _MOST_ATTRIBUTES):
+        for tensor in _tensors_in(value):
+            yield f".{name}", tensor
+        for path, tensor in _held_in(value, seen, deep - 1):
+            yield f".{name}{path}", tensor
+
+
+def _attributes_of(thing: Any) -> Mapping[str, Any]:
+    """As far as none of the script's code need run to find them; none of what has its names from elsewhere."""
+    kind = type(thing)
+    place = next((each.__dict__["__dict__"] for each in kind.__mro__ if "__dict__" in each.__dict__), None)
+    named = issubclass(kind, (type, Tensor, nn.Module, torch.optim.Optimizer))
+    if named or not isinstance(place, GetSetDescriptorType):
+        return {}
+    found: Mapping[str, Any] = place.__get__(thing)
     return found
 
 

@@ -28,6 +28,8 @@ _LARGER = 1.25
 _HARDLY = 0.05
 """Of the budget: the guard has all but held the largest iterations beside a plan for usual ones, which costs these less than one for the
 largest."""
+_MORE = 0.02
+"""By so much more, or half as much again, another iteration may pass it: a batch that a loader has at hand."""
 _MOST_NOTES = 3
 
 
@@ -94,7 +96,7 @@ def last_words(course: Course) -> list[str]:
 
 def came_to(course: Course) -> float:
     """How many times as much as the recorded iteration the next run's plan is to be for, where this one passed the budget: as much as one
-    saved, or by as much more as it was passed. 1.0 elsewhere, and where the plan is above the budget: none leaves room then."""
+    saved, or by as much more as it was passed, and a little. 1.0 elsewhere, and where the plan is above the budget: none leaves room then."""
     plan = course.plan
     if plan is None or plan.over_bytes or course.outcome is None:
         return 1.0
@@ -104,7 +106,7 @@ def came_to(course: Course) -> float:
     if course.most_saved > plan.grown and larger > (1 + _HARDLY) * plan.budget_bytes:
         found.append(course.most_saved)
     if passed_by > 1 and not course.phase:
-        found.append(plan.grown * passed_by)
+        found.append(plan.grown * (passed_by + min(_MORE, (passed_by - 1) / 2)))
     return max(found)
 
 

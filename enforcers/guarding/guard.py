@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.nn import Parameter
 
 from memopt.enforcers.capturing import Capturing
@@ -24,6 +24,7 @@ from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.movable import Movable
 from memopt.enforcers.guarding.passed import Passed
+from memopt.enforcers.guarding.sleep import Sleep
 from memopt.enforcers.guarding.watched import Watched
 from memopt.enforcers.guarding.whole_budget import WholeBudget
 from memopt.enforcers.tiers.swap import SwapTier
@@ -37,7 +38,7 @@ from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, 
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.stepping.gradient_reads import is_leaf
-from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of
+from memopt.instrument.torch_internals import DisableTorchDispatch, DisableTorchFunction, storage_of
 from memopt.workspaces import ON_A_CPU, Calls, workspace_bytes
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
@@ -98,6 +99,8 @@ class Guard(modes.Mode):
         self.movable = Movable(tier, self._live, self._streams, device)
         self.active = True
         self.rests = rests
+        self._sleep = Sleep(device, budget_bytes)
+        loop.frames.sleepers.append(self)
         self._waits = False
         """No tensor has been saved yet."""
         self._began_bytes = 0
@@ -197,13 +200,15 @@ class Guard(modes.Mode):
         self.active = self._waits = False
         modes.leave(self)
         self._hooks.remove()
+        if self in self._frames.sleepers:
+            self._frames.sleepers.remove(self)
         self.movable.forget_all()
 
     def wake(self) -> None:
         """Hold the budget from here on, be it in the midst of an iteration."""
         if self.rests and self.active:
             self.rests = False
-            self._live.look_around()
+            self._sleep.looked_around(self._live.look_around())
             self._enter()
 
     def aside(self) -> None:
@@ -220,14 +225,47 @@ class Guard(modes.Mode):
         modes.leave(self)
 
     def _enter(self) -> None:
+        self._sleep.is_over()
         if self.active and not self._waits and not self.rests:
             modes.enter(self)
+
+    def _sleep_or_enter(self) -> None:
+        """An iteration has ended: ops are watched again from the next call of a module on, or the first saved tensor. What comes before (a batch
+        is made of hundreds of images) has nothing that could be moved, unless a graph lives on."""
+        self._sleep.was_there = False
+        if self.movable or not self._counts or not self._sleep.may_begin(self._live):
+            self._enter()
+        elif not self._sleep.goes_on:
+            self._sleep.begin()
+            modes.leave(self)
+
+    def call_begins(self, module: nn.Module, name: str, args: object) -> None:
+        """`Frames` tells of it. A module without parameters makes data ready, or has its own saved tensors tell of it."""
+        if self._sleep.goes_on:
+            with DisableTorchFunction():
+                has_parameters = any(True for _ in module.parameters())
+                if has_parameters:
+                    self._live.met_among((args,))
+            if has_parameters:
+                self._wake_up()
+
+    def evaluated(self) -> None:
+        """`Frames` tells of it: before the training goes on a batch may be made."""
+        if self._counts and not self._sizes_now and not self._iterations.in_backward:
+            self._sleep_or_enter()
+
+    def _wake_up(self) -> None:
+        if self._sleep.goes_on:
+            if self._counts:
+                self._sleep.count_unseen(self._live)
+            self._enter()
 
     def _training_begins(self) -> None:
         if self._waits:
             self._waits = False
             self._leave_room_for_the_context()
             self._began_bytes = self._live.look_around().now()
+            self._sleep.looked_around(self._live)
             self._enter()
 
     def _leave_room_for_the_context(self) -> None:
@@ -249,6 +287,8 @@ class Guard(modes.Mode):
         in_backward = self._iterations.in_backward
         if in_backward and goes_into_first(func, args, kwargs, self._makers.of):
             return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
+        if self._sleep.was_there and not in_backward:
+            self._live.met_among(args)
         op = self.begins(func, args, kwargs)
         out = run(*args, **kwargs)
         self.ended(op, out)
@@ -285,8 +325,9 @@ class Guard(modes.Mode):
             self.goes_on()
         self.after_backward = False
         self._sizes_now.append(tensor.numel())
-        if self._waits:  # a script without modules
+        if self._waits or self._sleep.goes_on:  # a script without modules
             self._training_begins()
+            self._wake_up()
             self._looking = True  # this op may be one, and is not seen
         if self._streams.why_keep(tensor.device):
             return Kept(tensor)
@@ -437,7 +478,7 @@ class Guard(modes.Mode):
         self.passed.new_iteration()
         self._may_collect = self._collects
         self._streams.new_iteration()
-        self._enter()
+        self._sleep_or_enter()
 
     def thread_changed(self) -> None:
         self._frames.thread_changed()

@@ -6,6 +6,7 @@ op takes besides its outputs is not seen. Buckets of DistributedDataParallel cou
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from memopt.instrument.identity import NO_STORAGE
 from memopt.instrument.memory.meter import hidden_buckets, living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_plain, tensors_in
 
@@ -67,6 +69,18 @@ class Live:
                 self.bytes += counted.size_bytes
                 if self.bytes > self.most:
                     self.most = self.bytes
+
+    def met_among(self, arguments: Iterable[object]) -> None:
+        """Count what an op is given, as far as it is new."""
+        if self._device != "cpu":
+            return
+        for tensor in tensors_in(arguments):
+            if type(tensor) not in PLAIN_TYPES or tensor.layout is not _STRIDED or not self._is_there(tensor):
+                continue
+            with contextlib.suppress(*NO_STORAGE):  # what torch.func has wrapped
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._counted and is_plain(tensor):
+                    self.met(storage)
 
     def resized(self, storage: UntypedStorage) -> None:
         """Count what `storage` has now, and no more what it had."""

@@ -7,7 +7,7 @@ import re
 
 from memopt.device import Device
 from memopt.estimators.simulator.sums import on_grid
-from memopt.trace import Trace, ops_of_phase
+from memopt.trace import PHASES, Trace, ops_of_phase
 
 MODE_MS = 0.007
 """Per forward op: what watching it costs, where a plan has actions and there is nothing to do. Fitted, with `HOOK_MS`, to scripts of thousands of
@@ -48,8 +48,16 @@ _ERRORS = 1.0
 
 def usual_ms(trace: Trace) -> float:
     """What watching `trace` takes, and finding out what there is to do, where the costs above were fitted."""
-    watching_ms = _usual_ms(ops_of_phase(trace, "forward"), len(trace.slots.node))
+    watching_ms = _usual_ms(_watched_ops(trace), len(trace.slots.node))
     return watching_ms * (LOOKUP if trace.device.kind == "cpu" else 1.0)
+
+
+def _watched_ops(trace: Trace) -> int:
+    """Ops of forward that are watched: none before the first saved tensor, unless that is one outside the modules."""
+    slots = trace.slots
+    outside = any(trace.strings[module] == "@" for module in set(slots.module))
+    first = 0 if outside else min(slots.packed_before, default=0)
+    return trace.ops.phase[max(0, first - 1) :].count(PHASES.index("forward"))
 
 
 def hooks_ms(trace: Trace) -> float:

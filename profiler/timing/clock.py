@@ -17,6 +17,7 @@ from memopt.instrument.memory.allocator_events import MARK, Started, marked, sta
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.script.script_profiler import on_script
 from memopt.instrument.torch_internals import cuda_sleep
+from memopt.profiler.timing.run_queue import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +71,19 @@ class OpClock(Protocol):
 
 
 class TimeOnly:
-    """Monotonic time of each op, no bytes."""
+    """Monotonic time of each op, no bytes. What the thread waited for a processor is taken off in equal shares."""
 
     knows_from = 0
     base_bytes = 0
 
     def __init__(self) -> None:
         self._ns: list[int] = []
+        self._stretch = Stretch()
+        self._share = 1.0
 
     def start(self) -> None:
         self._ns.clear()
+        self._stretch = Stretch()
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin = time.perf_counter_ns()
@@ -98,11 +102,12 @@ class TimeOnly:
         return None
 
     def stop(self) -> Usage | None:
+        _, self._share = self._stretch.ends()
         return None
 
     @property
     def time_us(self) -> list[float]:
-        return [ns / 1000 for ns in self._ns]
+        return [self._share * ns / 1000 for ns in self._ns]
 
 
 class CpuClock:
@@ -153,6 +158,7 @@ class CpuClock:
         self.start()
 
     def stop(self) -> Usage | None:
+        self._times.stop()
         self.pause()
         if self._events is None:
             return None

@@ -458,14 +458,15 @@ def test_what_passed_the_budget_outside_training_is_told(kind: str, outside_byte
     ("predicted_bytes", "peak_bytes", "most_saved", "phase", "factor"),
     [
         (900, 2000, 3.0, 0, 3.0),
-        (900, 1100, 1.0, 0, 1.2 * 1.1),
+        (900, 1100, 1.0, 0, 1.2 * 1.12),
+        (900, 1010, 1.0, 0, 1.2 * 1.015),
         (900, 1004, 1.0, 0, 1.0),
         (900, 1000, 3.0, 0, 1.0),
         (900, 1040, 3.0, 0, 1.0),
         (900, 1100, 1.0, 1, 1.0),
         (1100, 2000, 3.0, 0, 1.0),
     ],
-    ids=["as much as was saved", "as much as it was passed by", "hardly passed", "held by the guard", "all but held by it", "of another phase", "no room"],
+    ids=["as much as was saved", "as much as it was passed by", "half as much again", "hardly passed", "held by the guard", "all but held by it", "of another phase", "no room"],
 )  # fmt: skip
 def test_the_next_run_plans_for_what_this_one_came_to(
     predicted_bytes: int, peak_bytes: int, most_saved: float, phase: int, factor: float

@@ -82,6 +82,50 @@ part = holder.whole.view(50, 100)
     assert sizes.get("variable part · 50×100 fp32") == 20_000, sizes
 
 
+def test_what_objects_hold_is_named_by_their_attributes(tmp_path: Path) -> None:
+    """The dataset was the largest item, and had no name."""
+    text = """
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+class Lazy:
+    def __init__(self):
+        self.table = torch.ones(6000)
+    def __getattr__(self, name):
+        print("asked for", name)
+        raise AttributeError(name)
+    @property
+    def made(self):
+        print("made")
+
+class Slots:
+    __slots__ = "hidden"
+
+class Node:
+    pass
+
+loader = DataLoader(TensorDataset(torch.ones(40, 100), torch.ones(40, 10)))
+part = Subset(TensorDataset(torch.ones(7000)), [0])
+lazy = Lazy()
+slots = Slots()
+slots.hidden = torch.ones(8000)
+one = Node()
+one.other, one.data = Node(), torch.ones(9000)
+one.other.back = one
+"""
+    trace = profiled(text + TRAINING, tmp_path, says="done\n").trace
+    found = {trace.storage_label(each): size for each, size in enumerate(trace.storages.size_bytes)}
+    wanted = {
+        "variable loader.dataset.tensors · 40×100 fp32": 16_000,
+        "variable loader.dataset.tensors · 40×10 fp32": 1_600,
+        "variable part.dataset.tensors · 7000 fp32": 28_000,
+        "variable lazy.table · 6000 fp32": 24_000,
+        "variable one.data · 9000 fp32": 36_000,
+    }
+    assert {name: found.get(name) for name in wanted} == wanted, found
+    assert 32_000 in found.values(), "and nobody names it"
+
+
 REFUSED_VIEWS = """
 import torch
 
