@@ -348,7 +348,7 @@ class ProfileSession:
         recordings = self._recordings
         assert recordings is not None
         iterations = self._iterations
-        _, share = self._stretch.ends()
+        share = self._stretch.ends()
         is_first = count == 1
         count = self._plain.number(count, iterations.rounds, came_late=iterations.came_late)
         if recordings.now is not None:

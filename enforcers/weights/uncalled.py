@@ -16,16 +16,19 @@ class Uncalled:
         """In this iteration: after which outermost call each has left."""
         self._found: set[int] = set()
         """Of those, what another call than theirs has found taken."""
+        self._call = ""
+        """The last that has begun."""
 
     def left(self, action: int, frame: Frame) -> None:
         """Its weight leaves now."""
         self._left.setdefault(action, frame.outermost_call)
 
     def begins(self, frame: Frame) -> list[int]:
-        """An op is the first of `frame`: which actions are to be taken now, as the call that they wait for is not made?"""
+        """There is a first op in `frame`: which actions are to be taken now, as the call that they wait for is not made?"""
         call = frame.outermost_call
-        if not call or frame.without_gradients:
+        if not call or frame.without_gradients or call == self._call:
             return []
+        self._call = call
         before = self._before.setdefault(call, set())
         for action, own in self._left.items():
             if own != call and action not in self._found:
@@ -36,3 +39,4 @@ class Uncalled:
     def new_iteration(self) -> None:
         self._left.clear()
         self._found.clear()
+        self._call = ""

@@ -102,7 +102,7 @@ class TimeOnly:
         return None
 
     def stop(self) -> Usage | None:
-        _, self._share = self._stretch.ends()
+        self._share = self._stretch.ends()
         return None
 
     @property

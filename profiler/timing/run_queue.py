@@ -20,10 +20,9 @@ class Stretch:
     def __init__(self) -> None:
         self._began, self._waited_ms = time.perf_counter(), waited_ms()
 
-    def ends(self) -> tuple[float, float]:
-        """How long it was without waiting for a processor, in ms, and which share of it that is; another one begins."""
+    def ends(self) -> float:
+        """Which share of it was not waited for a processor; another one begins."""
         began, before_ms = self._began, self._waited_ms
         self._began, self._waited_ms = time.perf_counter(), waited_ms()
         took_ms = 1000 * (self._began - began)
-        ran_ms = max(0.0, took_ms - max(0.0, self._waited_ms - before_ms))
-        return ran_ms, ran_ms / took_ms if took_ms else 1.0
+        return min(1.0, max(0.0, 1 - (self._waited_ms - before_ms) / took_ms)) if took_ms else 1.0
