@@ -287,6 +287,8 @@ def rewound(generator: Any, state: Tensor) -> Iterator[None]:
 
 def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[int]:
     if not form.lists:  # the flat positions are the call's own
+        if kind.writes[-1] < form.positional:
+            return frozenset(kind.writes)
         named = {name: form.positional + at for at, name in enumerate(form.names)}
         places = zip(kind.writes, kind.write_names, strict=True)
         taken = [at if at < form.positional else named.get(name) for at, name in places]

@@ -23,6 +23,7 @@ _LAUNCHERS = {
     ("-m", "torch.distributed.run"): "torch.distributed.run",
     ("-m", "torch.distributed.launch"): "torch.distributed.launch",
     ("accelerate", "launch"): "accelerate.commands.launch",
+    ("accelerate-launch",): "accelerate.commands.launch",
     ("-m", "accelerate.commands.launch"): "accelerate.commands.launch",
 }
 """As they are typed -> the module that launches. Each takes `-m` for a module in place of a script."""

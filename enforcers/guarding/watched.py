@@ -44,7 +44,9 @@ class Saved:
     @property
     def lives(self) -> bool:
         """Is any of the handles still there? Asked as each tensor is saved: the last one most likely is."""
-        return any(reference() is not None for reference in reversed(self.handles))
+        return self.handles[-1]() is not None or any(
+            reference() is not None for reference in reversed(self.handles)
+        )
 
     def living(self) -> list[Watched]:
         """The handles that are still there; the others are forgotten, but for one."""

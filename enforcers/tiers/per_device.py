@@ -25,6 +25,8 @@ class PerDevice:
     def __init__(self, open_store: OpenStore) -> None:
         self._open = open_store
         self._stores: dict[torch.device, SwapTier[Any]] = {}
+        self.stores: tuple[SwapTier[Any], ...] = ()
+        """Those that are open; another thread may open one meanwhile."""
         self._refused: dict[torch.device, SwapFailed] = {}
         self._lock = threading.Lock()
 
@@ -33,11 +35,6 @@ class PerDevice:
         """The first thing that went wrong on any device."""
         failed = [*self._refused.values(), *(store.failure for store in self.stores)]
         return next((failure for failure in failed if failure is not None), None)
-
-    @property
-    def stores(self) -> list[SwapTier[Any]]:
-        """Those that are open."""
-        return list(self._stores.values())
 
     @property
     def frees_nothing(self) -> str:
@@ -76,6 +73,7 @@ class PerDevice:
                 raise self._refused[device].again()
             if device not in self._stores:
                 self._stores[device] = self._opened(device)
+                self.stores = (*self._stores.values(),)
             return self._stores[device]
 
     def _opened(self, device: torch.device) -> SwapTier[Any]:

@@ -112,6 +112,7 @@ def test_a_python_that_is_not_memopts_is_told(folder: Path, monkeypatch: pytest.
         ("python -m torch.distributed.launch train.py", "-m torch.distributed.launch -m memopt {} train.py"),
         ("-m torch.distributed.run train.py", "-m torch.distributed.run -m memopt {} train.py"),
         ("accelerate launch --cpu train.py", "-m accelerate.commands.launch --cpu -m memopt {} train.py"),
+        ("accelerate-launch --cpu train.py", "-m accelerate.commands.launch --cpu -m memopt {} train.py"),
     ],
 )  # fmt: skip
 def test_a_launcher_is_started_with_memopt_in_each_process(
