@@ -258,11 +258,12 @@ class Measurements:
         more_bytes = peak_bytes - plan.predicted_peak_bytes - kept_bytes
         if share > (1 + 2 * _MORE_AT_THE_START) * max(1.0, self._at_the_peak) and more_bytes > saved_bytes:
             plain_bytes = plan.unplanned_peak_bytes
-            grew = (
-                "as much as without the plan, which knows calls by the place that they are made from, and found others there"
-                if abs(peak_bytes - plain_bytes) <= _MORE_AT_THE_START * plain_bytes
-                else "what grew most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
-            )
+            if abs(peak_bytes - plain_bytes) <= _MORE_AT_THE_START * plain_bytes:
+                grew = "as much as without the plan, which knows calls by the place that they are made from, and found others there"
+            elif self._at_the_peak < LESS:
+                grew = "it ran other ops or calls than the profiled one, which the plan knows nothing of"
+            else:
+                grew = "what grew most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
             return f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: {grew}"
         which = "the profiled one" if plan.grown <= 1 else f"one of {plan.grown:.2f} times as many"
         found = f"the peak moves with them, and was predicted for {which}"

@@ -143,7 +143,7 @@ class Hold:
             ),
             (
                 unread_bytes,
-                f"modules deleted whose parameters ({format_bytes(unread_bytes)}) nothing in the iteration reads",
+                f"modules deleted whose parameters ({format_bytes(unread_bytes)}) nothing in the iteration reads, unless others do (an average of weights)",
             ),
             (kinds["optimizer state"], f"an optimizer with less state ({self._with_less}: other results)"),
             (self.growing_bytes, "a smaller batch"),

@@ -144,5 +144,5 @@ def test_parameters_that_nothing_reads_are_told(tmp_path: Path) -> None:
         return []
 
     moved = hold(loop, tmp_path).moved_by()
-    assert moved == "less with modules deleted whose parameters (1.00 MiB) nothing in the iteration reads"
+    assert moved == "less with modules deleted whose parameters (1.00 MiB) nothing in the iteration reads, unless others do (an average of weights)"  # fmt: skip
     del unused
