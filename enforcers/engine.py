@@ -32,7 +32,6 @@ from memopt.enforcers.records import Record, record_op
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights import python_reads
-from memopt.enforcers.weights.uncalled import Uncalled
 from memopt.enforcers.weights.watched import WatchedWeights
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
@@ -55,6 +54,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version
+from memopt.instrument.stepping.torchs_step import any_group_is
 from memopt.instrument.torch_internals import current_mode, storage_of
 from memopt.plan import Action
 
@@ -97,7 +97,6 @@ class Engine(modes.Mode):
             WatchedWeights(frames, iterations, swapper, self.values, sizes) if sizes or streams else None
         )
         """Where the plan has weights leave."""
-        self._uncalled = Uncalled() if sizes else None
         self._makers = Makers()
         self.watches = not tables.empty or self.weights is not None
         """Is there anything to be done about tensors?"""
@@ -150,7 +149,7 @@ class Engine(modes.Mode):
         self.changing.step_begins(optimizer)
         iterations = self._iterations
         trains = iterations.step_has_closure or iterations.in_backward or self.changing.sees_writes
-        if not (trains or getattr(optimizer, "defaults", {}).get("differentiable") or self._weights_are_away):
+        if not (trains or any_group_is(optimizer, "differentiable") or self._weights_are_away):
             self._asleep = True
             self._leave()
 
@@ -287,8 +286,8 @@ class Engine(modes.Mode):
         found: InCall = frame.to_do
         if found is None:
             found = frame.to_do = self._tables.of(frame.key)
-            if self._uncalled is not None and self.active:
-                self._let_uncalled_leave(self._uncalled, frame)
+            if self.weights is not None and self.active:
+                self._let_uncalled_leave(self.weights, frame)
         return found
 
     def _in_backward(self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -320,8 +319,8 @@ class Engine(modes.Mode):
             first = planned.leaves_after
             again = first is None or (first.module, first.name, first.ordinal) != (frame.key, *op)
             told = functools.partial(self._weight_left, action)
-            if self._uncalled is not None and not again:
-                self._uncalled.left(action, frame)
+            if not again:
+                weights.uncalled.left(action, frame)
             if why := self.capturing.why_keep():
                 told(why)
                 continue
@@ -334,13 +333,13 @@ class Engine(modes.Mode):
                 told=told,
             )
 
-    def _let_uncalled_leave(self, uncalled: Uncalled, frame: Frame) -> None:
+    def _let_uncalled_leave(self, weights: WatchedWeights, frame: Frame) -> None:
         """The call after which these leave is not made in this iteration."""
-        for action in uncalled.begins(frame):
-            uncalled.left(action, frame)
-            if self.weights is not None and not self.capturing.why_keep():
+        for action in weights.uncalled.begins(frame):
+            weights.uncalled.left(action, frame)
+            if not self.capturing.why_keep():
                 told = functools.partial(self._weight_left, action)
-                self.weights.leave_uncalled(action, self.actions[action].size_bytes, told)
+                weights.leave_uncalled(action, self.actions[action].size_bytes, told)
 
     def _weight_left(self, action: int, why_not: str) -> None:
         if why_not:
@@ -552,8 +551,6 @@ class Engine(modes.Mode):
         self.values.new_iteration()
         if self.weights is not None:
             self.weights.new_iteration()
-        if self._uncalled is not None:
-            self._uncalled.new_iteration()
         if self._swapper is not None:
             self._swapper.new_iteration()
         if self.standby is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from memopt.instrument.frames import root_of
 from memopt.plan import Action, Plan, SlotRef
+from memopt.trace import module_of_call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ class Tables:
     @cached_property
     def roots(self) -> frozenset[str]:
         """Names of the outermost modules in whose calls, or after them, there is something to do."""
-        return frozenset(root_of(re.split("[#~]", call.lstrip("@"))[0]) for call in self.calls)
+        return frozenset(root_of(module_of_call(call.lstrip("@"))) for call in self.calls)
 
     @property
     def empty(self) -> bool:

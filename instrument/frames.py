@@ -219,19 +219,19 @@ class Frames:
             self._entered.clear()
             if self.without_gradients is not None and sign == "~":
                 self.without_gradients(True)
-            path, outermost = self._outermost(module, sign, args)
+            path, outermost = self._outermost(module, sign)
+            for each in self.sleepers:
+                each.call_begins(module, path, args)
             key = f"{path}{sign}{outermost}"
         frame = Frame(key, path, outermost)
         self._stack.append(frame)
         self.current = frame
 
-    def _outermost(self, module: nn.Module, sign: str, args: object) -> tuple[str, str]:
+    def _outermost(self, module: nn.Module, sign: str) -> tuple[str, str]:
         """Path and call of `module`, which is called from the script's code."""
         place = self._loop.place()
         after = "+" if self._loop.is_at_its_end else ""
         path = self._path_of(module)
-        for each in self.sleepers:
-            each.call_begins(module, path, args)
         called = f"{path}{sign}{after}"
         roles = self._places_of_calls.get(called)
         if roles is None:

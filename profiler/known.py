@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -78,7 +79,7 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There, i
             tell(gradient, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
     # views with a name before what they are views of, which may have none (results of `torch.func.vmap`), or one inside an object
-    for tensor in sorted(tensors, key=lambda each: variables.get(id(each), "...").count(".")):
+    for tensor in sorted(tensors, key=lambda each: _how_deep(variables.get(id(each)))):
         gradient = kept_gradient(tensor)
         if gradient is not None:
             tell(gradient, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
@@ -175,6 +176,11 @@ def _variables() -> dict[int, str]:
             for path, tensor in _held_in(value, seen):
                 inside.setdefault(id(tensor), f"{VARIABLE}{name}{path}")
     return inside | found
+
+
+def _how_deep(variable: str | None) -> float:
+    """In how many objects it lies; where no variable has it, in more than any."""
+    return variable.count(".") if variable is not None else math.inf
 
 
 def _held_in(thing: Any, seen: set[int], deep: int = _DEEP_IN_OBJECTS) -> Iterable[tuple[str, Tensor]]:

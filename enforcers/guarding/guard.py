@@ -208,7 +208,7 @@ class Guard(modes.Mode):
         """Hold the budget from here on, be it in the midst of an iteration."""
         if self.rests and self.active:
             self.rests = False
-            self._sleep.looked_around(self._live.look_around())
+            self._look_around()
             self._enter()
 
     def aside(self) -> None:
@@ -264,9 +264,12 @@ class Guard(modes.Mode):
         if self._waits:
             self._waits = False
             self._leave_room_for_the_context()
-            self._began_bytes = self._live.look_around().now()
-            self._sleep.looked_around(self._live)
+            self._look_around()
+            self._began_bytes = self._live.now()
             self._enter()
+
+    def _look_around(self) -> None:
+        self._sleep.looked_around(self._live.look_around())
 
     def _leave_room_for_the_context(self) -> None:
         if self._whole is not None:

@@ -26,6 +26,7 @@ from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.enforcers.weights.python_reads import PythonReads
 from memopt.enforcers.weights.readers import ByteReads
 from memopt.enforcers.weights.streamed import StreamedWeights
+from memopt.enforcers.weights.uncalled import Uncalled
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.frozen_weights import tensors_of
@@ -57,6 +58,7 @@ class WatchedWeights:
         self._sizes = sizes
         self._frames, self._iterations, self._values = frames, iterations, values
         self._between = WeightsAway(frames.regions, swapper, values, self._saved_of) if swapper else None
+        self.uncalled = Uncalled()
         self.streamed: StreamedWeights | None = None
         """Those that are away whenever nothing uses them."""
         self._saved: dict[int, list[ref[Kept]]] = {}
@@ -261,6 +263,7 @@ class WatchedWeights:
         self.all_back()
         if self._between is not None:
             self._between.new_iteration()
+        self.uncalled.new_iteration()
         self._saved.clear()
         if self.streamed is not None and not self._stopped:
             self.streamed.new_iteration()

@@ -23,6 +23,7 @@ from memopt.instrument.stepping.single_parameter_step import (
     not_its_own_step,
     parameters_of,
 )
+from memopt.instrument.stepping.torchs_step import any_group_is
 from memopt.pieces import ALIGNED, Uncut, cut
 
 ELEMENTWISE = PROVED - {torch.optim.Adafactor}
@@ -140,7 +141,7 @@ def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> 
         return why
     if with_closure:
         return CLOSURE
-    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+    if any_group_is(optimizer, "differentiable", "capturable"):
         return "the optimizer is differentiable or capturable"
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         return "a gradient scaler hands its scale to the step"

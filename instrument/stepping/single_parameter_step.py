@@ -11,7 +11,7 @@ from torch import Tensor
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import PLAIN_TYPES, is_shared
 from memopt.instrument.stepping.gradient_reads import gradient_of
-from memopt.instrument.stepping.torchs_step import is_torchs
+from memopt.instrument.stepping.torchs_step import any_group_is, is_torchs
 from memopt.instrument.torch_internals import step_hooks
 
 PROVED = frozenset(
@@ -62,7 +62,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
         return f"{kind.__name__} is not among the optimizers that are known to give the same bits"
     if why := not_its_own_step(optimizer):
         return why
-    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+    if any_group_is(optimizer, "differentiable", "capturable"):
         return "the optimizer is differentiable or capturable"
     if several_processes():
         return "several processes train together, and gradients are reduced after backward"

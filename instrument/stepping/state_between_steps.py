@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_shared
 from memopt.instrument.stepping.handed_out import HandedOut, tells_of_looks
+from memopt.instrument.stepping.torchs_step import any_group_is
 from memopt.instrument.torch_internals import storage_use_count
 
 LEAST_BYTES = 4096
@@ -42,7 +43,7 @@ def why_state_stays(optimizer: torch.optim.Optimizer, *, is_ours: bool = False) 
     state = vars(optimizer).get("state")
     if not isinstance(state, defaultdict) or state.default_factory is not dict:
         return "the optimizer keeps its state in a way of its own"
-    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+    if any_group_is(optimizer, "differentiable", "capturable"):
         return "the optimizer is differentiable or capturable"
     del state
     return "" if is_ours or holders(optimizer) == ALONE else "something else holds the optimizer's state"

@@ -61,3 +61,8 @@ def calls_closure_first(optimizer: torch.optim.Optimizer) -> bool:
     return (
         kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS and is_torchs(kind.step)
     )
+
+
+def any_group_is(optimizer: torch.optim.Optimizer, *flags: str) -> bool:
+    """Is one of `flags` set in a parameter group? Each has its own; an optimizer of one's own may have none."""
+    return any(group.get(flag) for group in getattr(optimizer, "param_groups", ()) for flag in flags)
