@@ -41,7 +41,9 @@ _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
 _SLOW: Final = (2.0, 3.0)
 """Plain steps that a step may take under a first plan that meets the budget, and under one that does not, before a better one is searched
-for so much longer, once."""
+for so much longer: once, or, where it meets the budget, for as long as some steps under it take more than plain ones."""
+_STEPS: Final = 4
+"""So many."""
 _LEAST_GROWN: Final = 1.1
 """Below it no smaller growth is tried."""
 _LONG_S: Final = 8.0
@@ -251,20 +253,21 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         first = _search(adviser, budget, first_s, soon=first_s < limit_s)
         if not first.over_bytes:
             break
-    slow_ms = _SLOW[bool(first.over_bytes)] * first.plain_step_ms
-    slow_s = _LONGER * first_s if first.predicted_step_ms > slow_ms else 0.0
-    while first_s < limit_s and (first_s < slow_s or _falls_short(adviser, first)):
+    first, once_s = within_reason(adviser, first), _LONGER * first_s
+    slow_s = _slow_s(first, once_s)
+    while first_s < limit_s and (_LONGER * first_s <= slow_s or _falls_short(adviser, first)):
         next_s, now = min(limit_s, _LONGER * first_s), time.monotonic()
         # of thousands of ops one takes longer than it is given, and the next no less than the last
         if now - began + max(next_s, now - last) > _LONG_S and _does_something(first):
             break
         last = now
         # the smallest peak of all has been looked for, if this is one, but perhaps not the shortest step with it
-        once = _does_something(first) and first_s >= slow_s
+        once = _does_something(first) and _LONGER * first_s > slow_s
         first_s = next_s  # the guard holds the budget, this plan would not
         again = _search(adviser, budget, first_s, soon=first_s < limit_s, once=once)
+        again = within_reason(adviser, again)
         first = again if again.is_better_than(first) else first
-    first = within_reason(adviser, first)
+        slow_s = _slow_s(first, once_s)
     _save(first, output)
     if first_s == limit_s or not _does_something(first):
         return
@@ -274,6 +277,14 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     longer = within_reason(adviser, _search(adviser, budget, limit_s))
     if longer.is_better_than(first) and output.exists():
         _save(longer, output)
+
+
+def _slow_s(plan: Plan, once_s: float) -> float:
+    """How long it may be searched for a better plan than this one, whose steps take long: `once_s` at least; 0 where they do not."""
+    if plan.predicted_step_ms <= _SLOW[bool(plan.over_bytes)] * plan.plain_step_ms:
+        return 0.0
+    extra_ms = plan.predicted_step_ms - plan.plain_step_ms
+    return once_s if plan.over_bytes else max(once_s, _STEPS * extra_ms / 1000)
 
 
 _saving = threading.Lock()

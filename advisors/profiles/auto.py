@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from memopt.advisors.clock import OutOfTime, now
-from memopt.advisors.profiles.blockers import infeasible
+from memopt.advisors.profiles.blockers import Reached, infeasible
 from memopt.advisors.profiles.by_rounds import ByRounds
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, Problem
@@ -54,6 +54,8 @@ _SHARE_AFTER_LIGHTENED = 0.1
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
+_NEAREST = 4
+"""Quick starts that miss the budget by least are mended first."""
 _SHARE_FOR_PROGRAMS = 0.08
 _SHARE_FOR_BOUND = 0.12
 _SHARE_FOR_GRAPHS = 0.25
@@ -245,12 +247,15 @@ class Auto:
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
         yield from _judged(search, portfolio(search, quick, until=_SHARE_AFTER_QUICK), judged)
+        if not _is_met(search, judged):
+            yield from self._nearest_mended(search, judged)
         is_met = _is_met(search, judged)
         if not is_met:
             yield from self._first_checkpoints(search, judged)
+            yield from self._nearest_mended(search, judged)
         if problem.fastest_tier:
             priced = link_priced_plans(problem.limited(search.moment(_SHARE_FOR_STARTS)))
-            yield from self._mended(search, _in_time(priced), judged)
+            yield from self._mended(search, _in_time(priced), judged, until=_SHARE_FOR_STARTS)
         if not is_met:
             yield from self._better_checkpoints(search, judged)
         if problem.fastest_tier or not _is_met(search, judged):
@@ -278,6 +283,19 @@ class Auto:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
 
     @staticmethod
+    def _nearest_mended(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
+        """Where no quick start fits, or checkpoints alone, which may take many steps' time: those that come nearest, mended, until one does."""
+        limited = search.until(search.share_left / 2)
+        below_ms = min((plan.cost_ms for plan in judged.values() if search.fits(plan)), default=math.inf)
+        others = [plan for plan in judged.values() if not search.fits(plan) and plan.cost_ms < below_ms]
+        for plan in sorted(others, key=search.excess)[:_NEAREST]:
+            mended = limited.mend(plan, below_ms=below_ms)
+            judged.setdefault(frozenset(mended.decisions), mended)
+            yield mended
+            if search.fits(mended) or limited.is_over:
+                return
+
+    @staticmethod
     def _first_checkpoints(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
         """Where no quick start fits: checkpoints that do, at last with nothing held between them."""
         problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
@@ -303,18 +321,22 @@ class Auto:
         """Where no quick start fits, or there are copies to lay out: what the planner of graphs makes of it, and that mended. Elsewhere the
         search makes more of the time."""
         until = min(search.moment(_SHARE_AFTER_GRAPHS), now() + _SHARE_FOR_GRAPHS * search.seconds)
-        yield from self._mended(search, _in_time(graph_plans(search.problem, until)), judged)
+        yield from self._mended(
+            search, _in_time(graph_plans(search.problem, until)), judged, until=_SHARE_AFTER_GRAPHS
+        )
 
     @staticmethod
     def _mended(
-        search: Search, decided: Iterable[Decisions], judged: dict[frozenset[int], Plan]
+        search: Search, decided: Iterable[Decisions], judged: dict[frozenset[int], Plan], *, until: float
     ) -> Iterator[Plan]:
-        """As `_judged`; and what does not fit, mended for as long as it costs little more than the cheapest that does."""
+        """As `_judged`; and what does not fit, mended for as long as it costs little more than the cheapest that does, and more than the share `until`
+        of the time is left."""
+        limited = search.until(until)
         cheapest = min((plan.cost_ms for plan in judged.values() if search.fits(plan)), default=math.inf)
         for plan in _judged(search, decided, judged):
             yield plan
             if not search.fits(plan) and plan.cost_ms <= search.near_ms(cheapest):
-                plan = search.mend(plan, below_ms=search.near_ms(cheapest))
+                plan = limited.mend(plan, below_ms=search.near_ms(cheapest))
                 judged.setdefault(frozenset(plan.decisions), plan)
                 yield plan
             if search.fits(plan):
@@ -365,15 +387,21 @@ def plans_of(name: str, problem: Problem) -> Iterable[Decisions]:
 
 
 def portfolio(search: Search, names: Iterable[str], *, until: float) -> Iterator[Decisions]:
-    """What other strategies plan, until only the share `until` of the time is left."""
+    """What other strategies plan, or come to, until only the share `until` of the time is left."""
     limited = search.problem.limited(search.moment(until))
     for name in names:
         if search.share_left < until:
             return
         strategy = find_strategy(name)
-        if strategy.allows & search.problem.allow:
-            with contextlib.suppress(BudgetInfeasible, OutOfTime, NotPossibleHere):
-                yield strategy.plan(limited)
+        if not strategy.allows & search.problem.allow:
+            continue
+        try:
+            yield strategy.plan(limited)
+        except BudgetInfeasible as error:
+            if isinstance(error.reached, Reached) and error.reached.decisions:
+                yield error.reached.decisions
+        except (OutOfTime, NotPossibleHere):
+            pass
 
 
 def _in_time(plans: Iterator[Decisions]) -> Iterator[Decisions]:

@@ -25,6 +25,9 @@ _FLOOR_MS = 0.002
 _NEAR = 2.0
 """An overhead this much larger than the best one may still come down: what does not fit yet waits for its copies."""
 
+_CHANGES, _HELPED = 48, 3
+"""Other options that are tried where nothing can be added, and of those that help."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -155,7 +158,7 @@ class Search:
             if self.fits(plan) or self.is_over or plan.cost_ms > below_ms or state in seen:
                 return plan  # what lowers the area may raise the peak, and the other way round: in a circle
             seen.add(state)
-            step = self._add(plan, dead, noise, power) or self._unblock(plan)
+            step = self._add(plan, dead, noise, power) or self._unblock(plan) or self._change(plan)
             if step is None:
                 return plan
             plan = step
@@ -243,6 +246,25 @@ class Search:
                 judged = self.judge(trial)
                 if self.excess(judged) < self.excess(best or plan):
                     best = judged
+        return best
+
+    def _change(self, plan: Plan) -> Plan | None:
+        """Another option for what is to be away at the peak and takes room there all the same (a copy on its way, an encoded form, what a
+        replay makes on its way), if that lowers the excess; of the largest."""
+        op, best, helped = plan.timeline.peak_op, None, 0
+        candidates = [self.problem.candidates[storage] for storage in plan.decisions]
+        there = [each for each in candidates if each.away.start <= op < each.away.stop]
+        there.sort(key=lambda each: -each.saved.size_bytes)
+        trials = [(c.storage, o) for c in there for o in c.options if o != plan.decisions[c.storage]]
+        for storage, option in trials[:_CHANGES]:
+            if self.is_over:
+                break
+            judged = self.judge({**plan.decisions, storage: option})
+            helped += self.excess(judged) < self.excess(plan)
+            if self.excess(judged) < self.excess(best or plan):
+                best = judged
+            if helped == _HELPED:
+                break
         return best
 
     def _made_at(self, plan: Plan, op: int) -> list[int]:

@@ -214,9 +214,9 @@ def test_a_first_plan_that_does_nothing_is_searched_for_longer(
 
 @pytest.mark.parametrize(
     ("slower", "above_bytes", "searches"),
-    [(40, 0, 2), (4, 0, 2), (2.5, 0, 1), (9, 100, 2), (3.5, 100, 1)],
+    [(40, 0, 4), (4, 0, 2), (2.5, 0, 1), (9, 100, 2), (3.5, 100, 1)],
 )
-def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
+def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer(
     slower: float,
     above_bytes: int,
     searches: int,
@@ -224,8 +224,8 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where time is short it may make every tensor again for each op that asks, or send all state away; such a plan stays, also one that is as
-    little above a budget which none can meet as the others are."""
+    """Where time is short it may make every tensor again for each op that asks, or send all state away. For as long as four steps under it take more
+    than plain ones; once only where it is as little above a budget, which none can meet, as the others are."""
     found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
     if above_bytes:
         monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes + 1, ""))
@@ -248,12 +248,12 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
     here, there = os.pipe()
     background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
     assert os.read(here, 2) == b"."
-    assert [each / asked[0] for each in asked[:-1]] == [1, 4][:searches]
+    assert [each / asked[0] for each in asked[:-1]] == [1, 4, 16, 64][:searches]
     assert asked[-1] == 60.0, "once more with all the time that there is"
     assert load_plan(output).predicted_step_ms == (slower - len(asked)) * found.plain_step_ms
 
 
-@pytest.mark.parametrize(("takes_s", "searches"), [(0.0, 2), (0.3, 1)])
+@pytest.mark.parametrize(("takes_s", "searches"), [(0.0, 3), (0.3, 1)])
 def test_the_script_does_not_wait_for_another_search_that_takes_as_long_as_the_first(
     takes_s: float, searches: int, trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
