@@ -217,7 +217,7 @@ class _Enforced:
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
         outlive_the_scripts_stderr()
-        outcome = self._session.finished()
+        outcome = self._session.finished(ends=True)
         if outcome is None:
             return
         outcome, quiet = self._told.instead_of(outcome), self._request.quiet

@@ -75,7 +75,15 @@ class Witness(Protocol):
 class ApplySession:
     """Listens to the training loop and keeps the engine in step with it."""
 
-    def __init__(self, plan: Plan, options: Options, *, also: Witness | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        *,
+        also: Witness | None = None,
+        steps: PlannedSteps | None = None,
+    ) -> None:
+        """`steps`: what steps the optimizer as `plan` says already, from `hand_over`."""
         self._also = also
         self._plan = plan
         self._options = options
@@ -87,7 +95,7 @@ class ApplySession:
         self._swapper: Swapper | None = None
         self._own_loop: Loop | None = None
         """None where frames and iterations are another's to remove."""
-        self._steps: PlannedSteps | None = None
+        self._steps, self._goes_on = steps, steps is not None
         self._over_gradients: GradientsInPlace | None = None
         self._optimizer_made: WhenOptimizerMade | None = None
         self._in_training = False
@@ -169,7 +177,7 @@ class ApplySession:
         what lives, where it has just been looked for."""
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
-            if self._steps is not None:
+            if self._steps is not None and not self._goes_on:
                 self._steps.begin(loop.iterations.stepped)
             self._measurements.begin_after(loop.iterations.count, there)
 
@@ -273,7 +281,7 @@ class ApplySession:
 
             will_read = self._weights.before if self._weights is not None else None
             self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes, will_read)
-        if self._plan.moves_the_step:
+        if self._plan.moves_the_step and self._steps is None:
             from memopt.enforcers.optimizer.planned_steps import PlannedSteps
 
             self._steps = PlannedSteps()
@@ -339,13 +347,13 @@ class ApplySession:
         if self._engine is not None:
             self._engine.stop()
 
-    def finished(self) -> Outcome | None:
-        """Call when the script has ended; None in a process that was forked from ours."""
+    def finished(self, *, ends: bool = False) -> Outcome | None:
+        """Call when the script has ended; None in a process that was forked from ours. `ends`: so will the process."""
         if os.getpid() != self._pid:
             return None
         self._measurements.end(training=self._in_training)
         outcome = self._outcome()
-        self._remove()
+        self._remove(ends=ends)
         return outcome
 
     def retire(self) -> tuple[Outcome | None, OptimizerInBackward | None, OptimizerInPieces | None]:
@@ -357,6 +365,14 @@ class ApplySession:
         self._remove()
         return outcome, inside, pieces
 
+    def hand_over(self) -> tuple[Outcome | None, PlannedSteps | None]:
+        """As `finished`, in a script that goes on under another plan, whose optimizer steps as under this one; what steps it."""
+        self._measurements.end(training=self._in_training)
+        outcome = self._outcome()
+        steps, self._steps = self._steps, None
+        self._remove()
+        return outcome, steps
+
     def _give_up(self) -> None:
         """What had been set up before something failed would go on alone."""
         self._remove()
@@ -364,7 +380,7 @@ class ApplySession:
         if self._own_loop is not None:
             self._iterations = self._frames = self._own_loop = None
 
-    def _remove(self) -> None:
+    def _remove(self, *, ends: bool = False) -> None:
         """Leave the script to itself; in a forked child, too."""
         if self._engine is not None:
             self._engine.stop()
@@ -374,7 +390,11 @@ class ApplySession:
             self._optimizer_made.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
-        for part in (self._hooks, self._steps, self._over_gradients, self._own_loop):
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._steps is not None:
+            self._steps.remove(ends=ends)
+        for part in (self._over_gradients, self._own_loop):
             if part is not None:
                 part.remove()
         if os.getpid() != self._pid:

@@ -189,6 +189,11 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind in ("allocator", _ENFORCED.get(self.what))
 
 
+def _way_of_stepping(pieces: ScriptAction) -> tuple[object, ...]:
+    sends_gradients = pieces.gradient_bytes > 0
+    return pieces.what, pieces.piece_bytes, pieces.tier, pieces.away, pieces.whole_from_bytes, sends_gradients, pieces.cleared_late  # fmt: skip
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The actions, and what they were decided from."""
 
@@ -249,6 +254,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def moves_the_step(self) -> bool:
         """Does it say how the optimizer steps, or where its state is?"""
         return self.in_backward is not None or self.in_pieces is not None
+
+    def steps_as(self, other: Plan) -> bool:
+        """Does the optimizer step in pieces, with state in a tier or without, and as under `other`?"""
+        own, others = self.in_pieces, other.in_pieces
+        if own is None or others is None or self.in_backward is not None or other.in_backward is not None:
+            return False
+        return _way_of_stepping(own) == _way_of_stepping(others)
 
     @property
     def in_place(self) -> ScriptAction | None:

@@ -84,7 +84,7 @@ class Run:
         from memopt.cli.shared.console import outlive_the_scripts_stderr
 
         outlive_the_scripts_stderr()
-        course = self._stages.finished()
+        course = self._stages.finished(ends=True)
         if course is None:
             return
         if course.iterations or not self._claim.exists():

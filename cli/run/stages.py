@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from memopt.enforcers.guarding.guard import Guard
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
+    from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.session import ApplySession
     from memopt.plan import Plan
     from memopt.profiler.known import There
@@ -376,20 +377,36 @@ class Stages:
         first = self.course.plan
         assert first is not None
         better = planning.better_than(first)
-        if better is None or first.moves_the_step or first.streamed:
+        if better is None or not self._may_be_taken_over(first, better):
             return
-        self._end_enforcing()
+        steps = self._end_enforcing(hands_over=first.steps_as(better))
         self._base = count
         self.course.better_after = count - self._parts
-        self._enforce(better, "a better plan")
+        self._enforce(better, "a better plan", steps)
 
-    def _end_enforcing(self, *, goes_on: bool = True) -> None:
+    def _may_be_taken_over(self, first: Plan, better: Plan) -> bool:
+        """Not where steps inside backward have let go of gradients, or frozen weights are away. Optimizer state that is away stays so where `better`
+        has it there, too, and steps alike."""
+        if first.in_backward is not None or first.streamed is not None:
+            return False
+        return first.in_pieces is None or first.steps_as(better)
+
+    def _end_enforcing(
+        self, *, goes_on: bool = True, hands_over: bool = False, ends: bool = False
+    ) -> PlannedSteps | None:
+        """What steps the optimizer, where it is to be handed over."""
         apply, self._apply, self._session = self._apply, None, None
         assert apply is not None
         course, standby = self.course, apply.standby
         course.most_saved, course.last_peaks = apply.most_saved, apply.peaks
         course.larger_at = max(0, apply.larger_at - self._parts)
-        outcome, self._retired, pieces = apply.retire() if goes_on else (apply.finished(), None, None)
+        steps = pieces = None
+        if hands_over:
+            outcome, steps = apply.hand_over()
+        elif goes_on:
+            outcome, self._retired, pieces = apply.retire()
+        else:
+            outcome, self._retired = apply.finished(ends=ends), None
         if pieces is not None:
             self._state.goes_on_with(pieces)
         seen_bytes = standby.most_bytes if standby is not None else 0
@@ -402,6 +419,7 @@ class Stages:
             course.peak_bytes = max(course.peak_bytes, course.last_peak_bytes)
         if goes_on:
             self._before = dataclasses.replace(course, phases_after=list(course.phases_after))
+        return steps
 
     @property
     def _is_as_profiled(self) -> bool:
@@ -467,7 +485,7 @@ class Stages:
             self._enforce(before, "the plan before")
         return before is not None
 
-    def _enforce(self, plan: Plan, which: str) -> None:
+    def _enforce(self, plan: Plan, which: str, steps: PlannedSteps | None = None) -> None:
         from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
@@ -493,7 +511,7 @@ class Stages:
             measure=self._wishes.measure,
             holds_bytes=max(plan.budget_bytes, plan.predicted_peak_bytes),
         )
-        self._apply = ApplySession(plan, options)
+        self._apply = ApplySession(plan, options, steps=steps)
         self._session = self._apply
         if plan.moves_the_step or plan.streamed:
             self._there = None  # as it begins, some of that leaves
@@ -502,8 +520,8 @@ class Stages:
         if self._apply.standby is not None:
             self._stands_behind(self._apply.standby.guard)
 
-    def finished(self, problem: str = "") -> Course | None:
-        """Call when the script has ended; None in a process that was forked from ours."""
+    def finished(self, problem: str = "", *, ends: bool = False) -> Course | None:
+        """Call when the script has ended; None in a process that was forked from ours. `ends`: so will the process."""
         if os.getpid() != self._pid:
             return None
         course = self.course
@@ -511,7 +529,7 @@ class Stages:
         if self._apply is not None:
             course.ended_by_plan = self._apply.ended_the_run
             is_untried = self._loop is not None and self._loop.iterations.count == self._base
-            self._end_enforcing(goes_on=False)
+            self._end_enforcing(goes_on=False, ends=ends)
             if is_untried and self._before is not None:
                 course.tell_as_in(self._before)
         elif self._profile is not None and self._trace is None and course.plan is None:

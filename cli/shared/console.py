@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -43,7 +43,17 @@ def say(text: str) -> None:
     """Write `memopt: text` to stderr, without colour, wrapped at words where the width is known; under torchrun with the rank."""
     rank = rank_here()
     who = "memopt: " if rank is None else f"memopt: rank {rank}: "
-    print(wrapped(f"{who}{text}", width_of(sys.stderr)), file=sys.stderr, flush=True)
+    with _above_bars():
+        print(wrapped(f"{who}{text}", width_of(sys.stderr)), file=sys.stderr, flush=True)
+
+
+def _above_bars() -> AbstractContextManager[Any]:
+    """Progress bars of tqdm's that the script shows are cleared in here, and shown again afterwards: what is said would go on in their line."""
+    bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if not getattr(bars, "_instances", None) or not hasattr(bars, "external_write_mode"):
+        return nullcontext()
+    aside: AbstractContextManager[Any] = bars.external_write_mode(file=sys.stderr)
+    return aside
 
 
 def wrapped(text: str, width: int | None) -> str:

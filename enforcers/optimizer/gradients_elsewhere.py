@@ -83,6 +83,15 @@ class GradientsElsewhere:
             self._bring(known)
         if ours or not self._away:
             self._reads.remove()
+        self._unhook()
+
+    def rest(self) -> None:
+        """The script has ended: send no more. Those that are away come back to whoever still looks, and to nobody else: their device may be full."""
+        self._hidden, self._paused = False, True
+        self._fresh.clear()
+        self._unhook()
+
+    def _unhook(self) -> None:
         for _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()

@@ -31,6 +31,7 @@ from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.handed_out import HandedOut, tells_of_looks
 from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
+from memopt.instrument.stepping.loaded_state import share_with_checkpoint
 from memopt.instrument.stepping.state_between_steps import ALONE, holders
 from memopt.instrument.torch_internals import DisableTorchDispatch
 
@@ -171,6 +172,7 @@ class PagedOptimizer:
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pages and self._stand is None and holders(optimizer) == ALONE:
+            share_with_checkpoint(optimizer.state)
             self._stand = stand_in(optimizer, self.bring_back, self._looked_at)
 
     @contextmanager

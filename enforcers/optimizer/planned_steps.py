@@ -100,11 +100,13 @@ class PlannedSteps:
         for optimizer in optimizers:
             self._send_gradients(optimizer)
 
-    def remove(self) -> None:
-        """Leave the script to itself; in a forked child, too."""
-        for each in (self.in_backward, self.in_pieces, self.gradients):
+    def remove(self, *, ends: bool = False) -> None:
+        """Leave the script to itself; in a forked child, too. `ends`: it has ended, so that what is away comes back to whoever asks for it alone."""
+        for each in (self.in_backward, self.in_pieces, None if ends else self.gradients):
             if each is not None:
                 each.remove()
+        if ends and self.gradients is not None:
+            self.gradients.rest()
 
     def retire(self) -> tuple[OptimizerInBackward | None, OptimizerInPieces | None]:
         """As `remove`, in a script that goes on: who is to be told of its steps for a while yet, and who has optimizer state in a tier and

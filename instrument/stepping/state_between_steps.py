@@ -86,6 +86,11 @@ _ONCE = _count(list.__getitem__, [object()], 0)
 """As many hold what one container alone holds."""
 
 
+def held_beside(owner: dict[Any, Any], key: Any) -> int:
+    """How many hold what `owner` has there, beside it."""
+    return _count(dict.__getitem__, owner, key) - _ONCE
+
+
 def _is_alone(value: Tensor) -> bool:
     """Has it bytes of its own, which nobody reaches but through it?"""
     if value.layout is not torch.strided or value.requires_grad or value.is_meta:

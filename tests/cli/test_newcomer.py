@@ -6,12 +6,17 @@ import json
 import os
 import shlex
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from memopt.cli.profile import Progress
-from memopt.cli.shared.console import progress, wrapped
+from memopt.cli.shared.console import progress, say, wrapped
 from tests.support import warm
 from tests.support.profiled import ROOT
 
@@ -215,3 +220,25 @@ def test_the_largest_batch_ends_with_the_command_that_runs_it(tmp_path: Path) ->
     found = memopt(tmp_path, "advise", "fixed.profile.json.gz", *search, "-o", "fixed.plan.json")
     assert "which no argument of the script sets" in found.stderr
     assert "memopt: next: " not in found.stderr
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_said_is_not_in_the_line_of_a_progress_bar(
+    shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tqdm's, which each training script has; where none is shown its locks are not made."""
+
+    class Bars:
+        _instances = [object()] if shown else []
+
+        @staticmethod
+        @contextmanager
+        def external_write_mode(file: Any) -> Iterator[None]:
+            print("(cleared)", file=file)
+            yield
+            print("(shown again)", file=file)
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=Bars))
+    say("under its plan")
+    said = capsys.readouterr().err.splitlines()
+    assert said == (["(cleared)", "memopt: under its plan", "(shown again)"] if shown else ["memopt: under its plan"])  # fmt: skip

@@ -181,6 +181,24 @@ def test_a_better_plan_takes_over_while_the_script_goes_on(ran: Any) -> None:
     assert 0 < outcome["measured_peak_bytes"] <= outcome["budget_bytes"]
 
 
+def test_a_better_plan_takes_over_from_one_whose_optimizer_state_is_in_a_tier(ran: Any) -> None:
+    """The state stays there: the budget has no room for all of it."""
+    folder, *_ = ran
+    (folder / "told_slower.py").write_text(TOLD_SLOWER)
+    wide = SCRIPT.replace("64, 64", "256, 256").replace("1024, 64", "64, 256").replace("step < 40", "True")
+    (folder / "wide.py").write_text(wide.replace("late < 12", "late < 12 and step < int(sys.argv[2])"))
+    args = ("run", "--fresh", "--budget", "60%", "--allow", "optimizer,swap,recompute", "--time-limit", "2", "--outcome", "wide.json", "wide.py", "", "9999")  # fmt: skip
+    done = memopt(folder, *args, until="memopt: under a better plan", program=("told_slower.py",))
+    assert done.returncode == 0, done.stderr
+    course = outcome_of(folder, "wide.json")
+    outcome, steps = course["outcome"], course["iterations"]
+    assert 3 <= course["enforced_after"] < course["better_after"] < steps
+    assert 0 < outcome["measured_peak_bytes"] <= outcome["budget_bytes"]
+    assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
+    plainly = warm.python(["wide.py", "wait", str(steps)], cwd=folder, timeout=180)
+    assert done.stdout == plainly.stdout
+
+
 TELLS_WHAT_IS_IMPORTED = """
 import atexit, sys
 PLANS = ("memopt.advisors.profiles", "memopt.advisors.graphs", "memopt.reports")

@@ -98,7 +98,7 @@ def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
     """Optimizer state, gradients or weights leave as such a plan begins: they would count, and stay for so long."""
     begun = []
     session = SimpleNamespace(begin_in=lambda loop, there: begun.append(there), standby=None)
-    monkeypatch.setattr("memopt.enforcers.session.ApplySession", lambda plan, options: session)
+    monkeypatch.setattr("memopt.enforcers.session.ApplySession", lambda plan, options, steps: session)
     monkeypatch.setattr("memopt.cli.shared.plan_here.prepare_run", lambda plan, environment: None)
     kind, what = MOVES[moves]
     plan = plan_with(ScriptAction(kind=kind, what=what, why="", saved_bytes=0))
@@ -200,7 +200,7 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
 
     def ends(peak_bytes: int | None) -> Any:
         outcome = SimpleNamespace(measured_peak_bytes=peak_bytes)
-        ended = {"retire": lambda: (outcome, None, None), "finished": lambda: outcome}
+        ended = {"retire": lambda: (outcome, None, None), "finished": lambda *, ends: outcome}
         return SimpleNamespace(
             standby=None, most_saved=1.0, larger_at=0, peaks=None, ended_the_run=False, **ended
         )
@@ -228,7 +228,7 @@ def test_what_comes_after_the_last_step_is_no_iteration(after_bytes: int, told: 
         standby=standby, most_saved=2.0, larger_at=0, peaks="of the guard, too"
     )
 
-    def finished() -> Any:
+    def finished(*, ends: bool) -> Any:
         apply.standby = apply.peaks = apply.most_saved = None
         return outcome
 

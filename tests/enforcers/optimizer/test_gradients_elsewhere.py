@@ -197,6 +197,34 @@ def test_one_that_was_looked_at_leaves_again_with_the_next_look(tmp_path: Path) 
     assert told == [0]
 
 
+def test_at_the_scripts_end_gradients_come_back_to_who_looks_alone(tmp_path: Path) -> None:
+    """All of them at once had no room on a device that was filled to the budget."""
+    tier = disk_tier(tmp_path)
+    gradients = gradients_elsewhere.GradientsElsewhere(tier)
+    model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4)))
+    first, *others = model.parameters()
+    gradients.install()
+    try:
+        gradients.watch([torch.optim.SGD(model.parameters(), 0.1)])
+        model(torch.randn(8, 40)).square().mean().backward()
+        gradients.backward_ended()
+        plain = digest(gradients.copy_of(first))
+        gradients.rest()
+        away = [gradients.holds(each) for each in model.parameters()]
+        assert first.grad is not None
+        assert digest(first.grad) == plain
+        gradients.read(others[0], "")
+        left = [gradients.holds(each) for each in model.parameters()]
+        model(torch.randn(8, 40)).square().mean().backward()
+        sent = gradients.holds(first)
+    finally:
+        gradients.remove()
+        tier.close()
+    assert away == [True] * 4
+    assert left == [False, False, True, True]
+    assert not sent
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_gradient_with_a_graph_and_a_hook_of_the_scripts(tmp_path: Path) -> None:
     def loop(steps: int) -> list[str]:
