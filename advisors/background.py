@@ -238,7 +238,7 @@ def _import_all() -> None:
 
 
 def _plan(order: dict[str, Any], output: Path) -> None:
-    from memopt.advisors.best_effort import within_reason
+    from memopt.advisors.best_effort import may_be_met, within_reason
     from memopt.advisors.profiles.problem import usual_limit_s
     from memopt.trace import load_trace
 
@@ -249,9 +249,13 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000))
     recorded, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
     for adviser in _largest_first(recorded, float(order.get("grown", 1.0))):
+        is_last = adviser is recorded
+        if not (is_last or may_be_met(adviser, budget)):
+            continue
         last = time.monotonic()
-        first = _search(adviser, budget, first_s, soon=first_s < limit_s)
-        if not first.over_bytes:
+        first = _search(adviser, budget, first_s, soon=first_s < limit_s, once=not is_last)
+        # larger iterations than this are the guard's, which costs less than that each of them takes long
+        if not first.over_bytes and not _is_slow(first):
             break
     first, once_s = within_reason(adviser, first), _LONGER * first_s
     slow_s = _slow_s(first, once_s)
@@ -279,9 +283,13 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         _save(longer, output)
 
 
+def _is_slow(plan: Plan) -> bool:
+    return plan.predicted_step_ms > _SLOW[bool(plan.over_bytes)] * plan.plain_step_ms
+
+
 def _slow_s(plan: Plan, once_s: float) -> float:
     """How long it may be searched for a better plan than this one, whose steps take long: `once_s` at least; 0 where they do not."""
-    if plan.predicted_step_ms <= _SLOW[bool(plan.over_bytes)] * plan.plain_step_ms:
+    if not _is_slow(plan):
         return 0.0
     extra_ms = plan.predicted_step_ms - plan.plain_step_ms
     return once_s if plan.over_bytes else max(once_s, _STEPS * extra_ms / 1000)

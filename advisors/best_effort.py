@@ -6,7 +6,7 @@ import msgspec
 
 from memopt.advisors.advise import Adviser
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.hidden.beside_tensors import parse_budget
+from memopt.estimators.hidden.beside_tensors import Budget, parse_budget
 from memopt.plan import AS_LITTLE, NOT_MET, Plan
 from memopt.units import format_bytes
 
@@ -26,8 +26,7 @@ _EASIER = (0.25, 0.5, 0.75)
 def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
     """The plan for `budget` (`16GB`, `60%` of the unplanned peak, as recorded). Where it cannot be met, the plan of the smallest peak found, with a
     note that begins with `NOT_MET`; its `budget_bytes` are those that were asked for."""
-    meant = adviser.recorded or adviser
-    asked = parse_budget(budget, meant.trace, unplanned_bytes=meant.unplanned_peak_bytes)
+    asked = _asked(adviser, budget)
     budget_bytes = asked.tensors_bytes
     wanted_bytes = int((1 - _UNSURE) * budget_bytes) if adviser.grown > 1 else budget_bytes
     blocked: BudgetInfeasible | None = None
@@ -49,6 +48,17 @@ def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
     note = f"{NOT_MET}the smallest peak found is {peak}; {'; '.join(blocked.blockers)}"
     notes = [note, *(each for each in plan.notes if not each.startswith("nothing to do"))]
     return msgspec.structs.replace(plan, budget_bytes=budget_bytes, notes=notes)
+
+
+def may_be_met(adviser: Adviser, budget: str) -> bool:
+    """Is no more than `budget` known to be needed?"""
+    return adviser.floor.bytes <= _asked(adviser, budget).tensors_bytes
+
+
+def _asked(adviser: Adviser, budget: str) -> Budget:
+    """A share is of the peak as recorded."""
+    meant = adviser.recorded or adviser
+    return parse_budget(budget, meant.trace, unplanned_bytes=meant.unplanned_peak_bytes)
 
 
 def within_reason(adviser: Adviser, plan: Plan) -> Plan:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memopt.device import Device
-from memopt.growth import may_grow, may_move
+from memopt.growth import Saved, may_grow, may_move
 from memopt.instrument.script.command import Command, find_source
 from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, WHILE_RECORDED, Script, Trace
@@ -157,18 +157,10 @@ def _most_while_recorded(result: Result) -> int:
 
 
 def _may_grow_percent(result: Result, recordings: Recordings) -> int:
-    """As those before it tell that saved as many tensors."""
-    saved, weights = _saved_elements(result)
-    count = len(result.recorder.slots)
-    others = [each for each in recordings.earlier if len(each.recorder.slots) == count]
-    sizes = result.saved_sizes
-    may = may_grow(saved, [sum(each.saved_sizes) - weights for each in others], weights)
-    return round(100 * max([may, *(may_move(sizes, each.saved_sizes) for each in others)]))
-
-
-def _saved_elements(result: Result) -> tuple[int, int]:
-    """Elements that autograd saved, but for those of weights; and these."""
-    recorder, found = result.recorder, [0, 0]
-    for slot, size in zip(recorder.slots, result.saved_sizes, strict=True):
-        found[recorder.storages[slot.storage].category in ("parameter", "buffer")] += size
-    return found[0], found[1]
+    """As those before it tell."""
+    sizes, slots, storages = result.saved_sizes, result.recorder.slots, result.recorder.storages
+    kinds = [storages[slot.storage].category in ("parameter", "buffer") for slot in slots]
+    saved = Saved.of(zip((slot.storage for slot in slots), sizes, kinds, strict=True))
+    others = [each.saved_sizes for each in recordings.earlier]
+    may = may_grow(saved, len(sizes), [(len(each), sum(each)) for each in others])
+    return round(100 * max([may, *(may_move(sizes, each) for each in others)]))

@@ -56,6 +56,8 @@ _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
 _NEAREST = 4
 """Quick starts that miss the budget by least are mended first."""
+_FOR_NEAREST = 2
+"""Time limits that this may take where the budget can be met."""
 _SHARE_FOR_PROGRAMS = 0.08
 _SHARE_FOR_BOUND = 0.12
 _SHARE_FOR_GRAPHS = 0.25
@@ -282,10 +284,12 @@ class Auto:
         if few:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
 
-    @staticmethod
-    def _nearest_mended(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
-        """Where no quick start fits, or checkpoints alone, which may take many steps' time: those that come nearest, mended, until one does."""
+    def _nearest_mended(self, search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
+        """Where no quick start fits, or checkpoints alone, which may take many steps' time: those that come nearest, mended, until one does. Of
+        thousands of tensors that may take longer than the search has; what is left then takes longer still, for plans whose steps do, too."""
         limited = search.until(search.share_left / 2)
+        if search.problem.floor_bytes <= search.problem.target_bytes:
+            limited.deadline = max(limited.deadline, now() + _FOR_NEAREST * self.time_limit_s)
         below_ms = min((plan.cost_ms for plan in judged.values() if search.fits(plan)), default=math.inf)
         others = [plan for plan in judged.values() if not search.fits(plan) and plan.cost_ms < below_ms]
         for plan in sorted(others, key=search.excess)[:_NEAREST]:

@@ -48,7 +48,7 @@ class Planning:
             time_limit_s=wishes.time_limit_s,
             grown=max(
                 trace.facts.get(MAY_GROW, 100) / 100,
-                _may_grow(trace, saved_before),
+                may_grow(saved_elements(trace), len(sizes), saved_before),
                 *(may_move(sizes, each) for each in sizes_before),
                 cache.growth(),
             ),
@@ -79,11 +79,3 @@ class Planning:
             return None
         enough = msgspec.structs.replace(first, predicted_step_ms=(1 - _WORTH_IT) * first.predicted_step_ms)
         return better if better.is_better_than(enough) else None
-
-
-def _may_grow(trace: Trace, saved_before: Sequence[tuple[int, int]]) -> float:
-    """As the iterations tell that saved as many tensors."""
-    saved, weights = saved_elements(trace)
-    count = len(trace.slots.storage)
-    others = [elements - weights for tensors, elements in saved_before if tensors == count]
-    return may_grow(saved, others, weights)

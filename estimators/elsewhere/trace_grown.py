@@ -25,6 +25,7 @@ def grown(trace: Trace, factor: float) -> Trace:
 
 
 def _of_activations(trace: Trace, factor: float) -> float:
-    """By how much what is no weight grows."""
-    growing, weights = saved_elements(trace)
-    return 1 + (factor - 1) * (growing + weights) / growing if growing else 1.0
+    """By how much what is no weight grows. Steps of a recurrent layer that save the same weights grow in number, with what else they save."""
+    saved = saved_elements(trace)
+    growing = saved.growing + saved.again
+    return 1 + (factor - 1) * (growing + saved.weights) / growing if saved.growing else 1.0

@@ -253,6 +253,39 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer(
     assert load_plan(output).predicted_step_ms == (slower - len(asked)) * found.plain_step_ms
 
 
+@pytest.mark.parametrize(
+    ("floor_of_grown", "slower", "tried"),
+    [(0.5, 1.1, [1.4]), (2.0, 1.1, [1.0]), (0.5, 9.0, [1.4, 1.2, 1.1, 1.0, 1.0])],
+)
+def test_a_plan_for_larger_iterations_gives_way_where_it_is_slow_or_could_not_meet_the_budget(
+    floor_of_grown: float,
+    slower: float,
+    tried: list[float],
+    trace_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The guard holds those that are larger than the plan allows for; the steps of a plan all take as long."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    asked = list[float]()
+
+    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False) -> Plan:  # fmt: skip
+        asked.append(round(adviser.grown, 2))
+        assert once == (soon and adviser.grown > 1)
+        step_ms = (slower if adviser.grown > 1 else 1.1) * found.plain_step_ms
+        return msgspec.structs.replace(found, predicted_step_ms=step_ms)
+
+    monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
+    monkeypatch.setattr(Adviser, "floor", property(lambda adviser: Floor(int((floor_of_grown if adviser.grown > 1 else 0.5) * 20 * MIB), "")))  # fmt: skip
+    here, there = os.pipe()
+    order = {**ORDER, "trace": str(trace_path), "alive": there, "budget": "20MiB", "grown": 1.4}
+    background._plan(order, tmp_path / "plan.json")
+    assert os.read(here, 2) == b"."
+    assert asked[: len(tried)] == tried
+    assert load_plan(tmp_path / "plan.json").predicted_step_ms == 1.1 * found.plain_step_ms
+
+
 @pytest.mark.parametrize(("takes_s", "searches"), [(0.0, 3), (0.3, 1)])
 def test_the_script_does_not_wait_for_another_search_that_takes_as_long_as_the_first(
     takes_s: float, searches: int, trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

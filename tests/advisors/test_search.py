@@ -68,8 +68,19 @@ def test_what_a_strategy_comes_to_that_misses_the_budget_is_a_start(late_copies:
 def test_those_that_come_nearest_are_mended_and_no_dearer_than_what_fits(late_copies: Search) -> None:
     near, far = all_swapped(late_copies), late_copies.judge({})
     starts = {frozenset(plan.decisions): plan for plan in (far, near)}
-    [found] = Auto._nearest_mended(late_copies, starts)
+    [found] = Auto(60.0)._nearest_mended(late_copies, starts)
     assert late_copies.fits(found)
     assert starts[frozenset(found.decisions)] is found or found.decisions.keys() == near.decisions.keys()
     cheaper = Plan({9: next(iter(near.decisions.values()))}, found.timeline, near.cost_ms / 2)
-    assert not list(Auto._nearest_mended(late_copies, {frozenset({9}): cheaper, frozenset(near.decisions): near}))  # fmt: skip
+    assert not list(Auto(60.0)._nearest_mended(late_copies, {frozenset({9}): cheaper, frozenset(near.decisions): near}))  # fmt: skip
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 60.0])
+def test_those_that_come_nearest_are_mended_for_longer_than_the_search_has(
+    late_copies: Search, time_limit_s: float
+) -> None:
+    """Of thousands of tensors: a plan that comes later, and is good, makes the script wait for less than one whose steps take four plain ones."""
+    late_copies.deadline = now()
+    near = all_swapped(late_copies)
+    found = list(Auto(time_limit_s)._nearest_mended(late_copies, {frozenset(near.decisions): near}))
+    assert any(map(late_copies.fits, found)) == bool(time_limit_s)

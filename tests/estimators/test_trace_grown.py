@@ -55,6 +55,23 @@ def routed(steps: int, firsts: tuple[int, ...]) -> list[str]:
     return found
 
 
+def sentences(steps: int, lengths: tuple[int, ...]) -> list[str]:
+    """Words one after the other, as many as a sentence has: each saves the same weights once more."""
+    cell = nn.RNNCell(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.001)
+    found = []
+    for step in range(steps):
+        state = torch.zeros(64, WIDTH)
+        for word in torch.randn(lengths[step % len(lengths)], 64, WIDTH).unbind():
+            state = cell(word, state)
+        loss = state.square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    return found
+
+
 def put_back(steps: int) -> list[str]:
     """Weights that are others in forward, and in every second step are put back before backward, as scripts do that quantize them."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -122,3 +139,13 @@ def test_a_profile_tells_that_rows_go_to_other_experts(tmp_path: Path) -> None:
     facts = recorded(functools.partial(routed, firsts=(31, 32, 32)), tmp_path).facts
     assert 100 < facts[MAY_GROW] < 105
     assert recorded(functools.partial(routed, firsts=(8, 56, 32)), tmp_path).facts[MAY_GROW] == 105
+
+
+def test_sentences_of_other_lengths_tell_that_iterations_differ(tmp_path: Path) -> None:
+    """They save other numbers of tensors, of the same sizes. What each word saves of the weights once more takes no memory."""
+    assert MAY_GROW not in recorded(functools.partial(sentences, lengths=(20,)), tmp_path).facts
+    trace = recorded(functools.partial(sentences, lengths=(18, 22, 20)), tmp_path)
+    assert 130 < trace.facts[MAY_GROW] < 140, "22 words, and as much again as 22 differ from 18"
+    longer = recorded(functools.partial(sentences, lengths=(24,)), tmp_path)
+    made = grown(trace, elements(longer) / elements(trace))
+    assert made.peak_bytes - trace.peak_bytes == pytest.approx(longer.peak_bytes - trace.peak_bytes, rel=0.1)
