@@ -161,6 +161,7 @@ def outcome_of(
     actions_done: int,
     divergences: int,
     steps: int,
+    waited_share: float,
     notes: list[str],
 ) -> Outcome:
     """What came of `plan`, beside what it promised; `actions_done` are those on tensors."""
@@ -179,6 +180,7 @@ def outcome_of(
         steps=steps,
         other_steps=measured.other_steps,
         as_profiled_step_ms=measured.as_profiled_step_ms,
+        waited_share=round(waited_share, 3),
         process_peak_bytes=measured.process_peak_bytes,
         notes=[*notes, *measured.notes()],
     )

@@ -123,6 +123,10 @@ class Measurements:
         self._evaluation_bytes = 0
         """The most in module calls without gradients inside iterations that were measured, or that the guard watched, where it was more than the
         plan foretold, and no teacher's."""
+        self._evaluation: Meter | None = None
+        """Of the call without gradients that goes on, where no iteration is measured."""
+        self._evaluated = 0
+        """Such calls so far."""
         self._timed: list[_Timed] = []
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
@@ -313,6 +317,7 @@ class Measurements:
     ) -> int | None:
         """Iteration `count` is over; `plain` if it ran without the plan. `saved`: how many tensors autograd saved in it, and their
         elements; None where nobody counted. Its peak, if it was measured and as planned."""
+        self._end_evaluation()
         other = self._is_unlike(saved)
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
@@ -392,9 +397,29 @@ class Measurements:
             self._start()
 
     def without_gradients(self, begins: bool) -> None:
-        """The call of a module without gradients begins, or has ended."""
+        """The call of a module without gradients begins, or has ended. Where no iteration is measured, some of the calls are: an evaluation may come
+        after the last step."""
         if self._meter is not None:
             self._meter.without_gradients(begins)
+        elif not begins:
+            self._end_evaluation()
+        elif self._wanted and self._plan.device.kind == "cpu" and not self._plan.without_gradients:
+            self._evaluated += 1
+            if _is_power(self._evaluated):
+                from memopt.instrument.memory.meter import meter_for
+
+                self._evaluation = meter_for("cpu")
+                self._evaluation.start()
+
+    def evaluation_ended(self) -> None:
+        """A module is called to be trained, after calls without gradients, and nothing has been saved in this iteration."""
+        if self._meter is not None:
+            self._meter.evaluation_ended()
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            evaluation, self._evaluation = self._evaluation, None
+            self.evaluation_came_to(evaluation.stop() or 0)
 
     def evaluation_came_to(self, held_bytes: int) -> None:
         """So much was held while modules were called without gradients, which no plan foresees."""
@@ -420,11 +445,12 @@ class Measurements:
 
     def forget_this_iteration(self) -> None:
         """What was begun in another thread cannot be ended in this one."""
-        self._meter = None
+        self._meter = self._evaluation = None
 
     def pause(self) -> None:
         """A process forked while torch's profiler is on hangs or crashes in the child."""
         self._paused = self._meter is not None
+        self._end_evaluation()
         self._stop()
 
     def go_on(self) -> None:
@@ -435,6 +461,7 @@ class Measurements:
         """The script has ended, maybe in an iteration that is measured: a part of one counts beside whole ones, not in their place, and only
         if it was `training` there. What it does when all steps are done (hashing its state, a checkpoint) is no iteration."""
         whole = list(self._peaks)
+        self._end_evaluation()
         self._stop()
         if not (whole and training):
             self._peaks[:] = whole

@@ -233,7 +233,8 @@ class ApplySession:
         assert loop is not None
         frames = loop.frames
         self._frames, self._iterations = frames, loop.iterations
-        frames.without_gradients, self._measurements.frames = self._without_gradients, frames
+        frames.without_gradients, frames.trains_again = self._without_gradients, self._evaluation_ended
+        self._measurements.frames = frames
         self._swapper = swapper_of(self._plan, tables, self._options.swap_dir)
         frames.named = frozenset(tables.calls)
         streamed = self._plan.streamed
@@ -292,6 +293,12 @@ class ApplySession:
         self._measurements.without_gradients(begins)
         if self.standby is not None:
             self.standby.without_gradients(begins)
+
+    def _evaluation_ended(self) -> None:
+        if self._engine is not None and not self._engine.saved_tensors:
+            self._measurements.evaluation_ended()
+            if self.standby is not None:
+                self.standby.evaluation_ended()
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""
@@ -389,7 +396,8 @@ class ApplySession:
         if self._optimizer_made is not None:
             self._optimizer_made.remove()
         if self._frames is not None:
-            self._frames.named = self._frames.before_training = self._frames.without_gradients = None
+            self._frames.named = self._frames.before_training = None
+            self._frames.without_gradients = self._frames.trains_again = None
         if self._hooks is not None:
             self._hooks.remove()
         if self._steps is not None:
@@ -421,6 +429,7 @@ class ApplySession:
             actions_done=len(engine.account.usual) if engine is not None else 0,
             divergences=engine.divergences if engine is not None else 0,
             steps=self.iterations_seen,
+            waited_share=self._iterations.waited_share if self._iterations is not None else 0.0,
             notes=notes,
         )
 

@@ -125,6 +125,10 @@ class Frames:
         """Who watches ops in some calls only."""
         self.without_gradients: Callable[[bool], None] | None = None
         """Called with true where an outermost module call without gradients begins, and with false where it has ended."""
+        self.trains_again: Callable[[], None] | None = None
+        """Called where one with gradients begins after such."""
+        self._evaluates = False
+        """The last outermost call was without gradients."""
         self.entered: Callable[[nn.Module], None] | None = None
         """Called at the begin of each module call, in whichever thread."""
         self.named: frozenset[str] | None = None
@@ -218,7 +222,12 @@ class Frames:
                 self._may_begin(module)
             self._entered.clear()
             if self.without_gradients is not None and sign == "~":
+                self._evaluates = True
                 self.without_gradients(True)
+            elif self._evaluates and sign == "#":
+                self._evaluates = False
+                if self.trains_again is not None:
+                    self.trains_again()
             path, outermost = self._outermost(module, sign)
             for each in self.sleepers:
                 each.call_begins(module, path, args)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ import torch
 from torch.optim import optimizer as optim
 
 from memopt.instrument.live_objects import living
+from memopt.instrument.script.run_queue import Stretch
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.stepping.gradient_check import checks_gradients
 from memopt.instrument.stepping.torchs_step import any_was_made, calls_closure_first, steps_under_way
@@ -43,7 +43,9 @@ the queue is full, and it launches as fast as the GPU computes."""
 class Listener(Protocol):
     """Told of what the training loop does. All calls come from the thread that trains."""
 
-    def iteration_ended(self, count: int, milliseconds: float) -> None: ...
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        """`milliseconds`: without those for which the thread waited for a processor."""
+
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None: ...
@@ -94,7 +96,8 @@ class Iterations:
         self._backward_since = False
         """Backward has been called since an iteration ended."""
         self._pid = os.getpid()
-        self._began_ns = 0
+        self._stretch = Stretch()
+        self._took_ms = self._waited_ms = 0.0
         self._backwards = 0
         self._by_hand = UpdatesByHand()
         self._depth = 0
@@ -189,11 +192,16 @@ class Iterations:
         return self._depth > 1
 
     @property
+    def waited_share(self) -> float:
+        """Of the time of all iterations: what the thread waited for a processor."""
+        return self._waited_ms / self._took_ms if self._took_ms else 0.0
+
+    @property
     def in_step(self) -> bool:
         return self._steps_open > 0
 
     def install(self) -> None:
-        self._began_ns = time.perf_counter_ns()
+        self._stretch.begin()
         self._handles = [
             optim.register_optimizer_step_pre_hook(self._before_step),
             optim.register_optimizer_step_post_hook(self._after_step),
@@ -366,12 +374,13 @@ class Iterations:
     def _end_iteration(self) -> None:
         if self.count < _TIMED:
             _wait_for_gpu()
-        now = time.perf_counter_ns()
+        took_ms, share = self._stretch.took_ms, self._stretch.share
+        self._took_ms += took_ms
+        self._waited_ms += (1 - share) * took_ms
         self.count += 1
         self._backward_since = False
-        elapsed_ms = (now - self._began_ns) / 1e6
-        self._listener.iteration_ended(self.count, elapsed_ms)
-        self._began_ns = time.perf_counter_ns()
+        self._listener.iteration_ended(self.count, share * took_ms)
+        self._stretch.begin()
 
 
 def _share_parameters(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:

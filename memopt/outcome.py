@@ -56,6 +56,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     as_profiled_step_ms: float | None = None
     """Median of what such steps would have taken with as many elements as in the profiled one, by the elements that each saved; None where those
     that were timed saved as many."""
+    waited_share: float = 0.0
+    """Of the time of all iterations: what the training thread was ready to run and other processes had the processor. Times of steps leave it out."""
     notes: list[str] = []
     """What the reader should know: why actions were skipped, where the run left the plan, ..."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_MUCH_WAITED = 0.1
+
 
 def format_bytes(amount: int) -> str:
     """`amount` in the binary unit a person would pick, three significant digits: `1.23 GiB`."""
@@ -29,6 +31,15 @@ def moved_away(count: int, size_bytes: int) -> str:
     """`2 storages (1.00 MiB) were moved away`."""
     was = "was" if count == 1 else "were"
     return f"{count} storage{'s' * (count != 1)} ({format_bytes(size_bytes)}) {was} moved away"
+
+
+def waited_words(share: float) -> str:
+    """On a machine on which the training thread waited for a processor for `share` of the time: what times leave out. Empty where that is little."""
+    return (
+        f"other processes had the processor for {100 * share:.0f} % of the time, which is left out"
+        if share > _MUCH_WAITED
+        else ""
+    )
 
 
 def format_ms(milliseconds: float) -> str:

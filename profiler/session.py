@@ -25,7 +25,6 @@ from memopt.profiler.recordings import (
     has_peers,
 )
 from memopt.profiler.timing.plain_steps import PlainSteps
-from memopt.profiler.timing.run_queue import Stretch
 from memopt.profiler.trace_of import Run, describe_script, trace_of
 from memopt.trace import Script, Trace, ops_of_phase
 
@@ -59,7 +58,6 @@ class ProfileSession:
         of the one that is recorded. `script`: the command as it was, where the script may have gone to another folder since."""
         self._wanted = wanted
         self._plain = PlainSteps()
-        self._stretch = Stretch()
         self._run = Run(script or describe_script(command), wanted, self._plain)
         self._tell = done or (lambda trace: None)
         self._begins = begins
@@ -348,15 +346,13 @@ class ProfileSession:
         recordings = self._recordings
         assert recordings is not None
         iterations = self._iterations
-        share = self._stretch.ends()
         is_first = count == 1
         count = self._plain.number(count, iterations.rounds, came_late=iterations.came_late)
         if recordings.now is not None:
             recordings.recorded_ms = milliseconds
             recordings.end()
         elif count > 1:
-            # beside a run the planner's process begins
-            self._plain.add(milliseconds * (share if self._wanted.times_second else 1.0), waited_for=False)
+            self._plain.add(milliseconds, waited_for=False)
             recordings.passed()
         if count == 1 and not is_first:
             self._part = recordings.forget() or self._part

@@ -278,10 +278,12 @@ def _name(row: StorageRow, category: str, name: str) -> None:
 def describe(tensor: Tensor) -> str:
     """`4×1024 bf16`."""
     try:
-        shape = tensor.shape
-    except RuntimeError:
-        return f"shapeless {_short(tensor.dtype)}"  # nested tensors have none
-    return _in_words(shape, tensor.dtype)
+        return _in_words(tensor.shape, tensor.dtype)
+    except (
+        RuntimeError,
+        TypeError,
+    ):  # nested tensors have none, those that `torch.compile` keeps one of symbols
+        return f"shapeless {_short(tensor.dtype)}"
 
 
 @lru_cache(maxsize=10_000)

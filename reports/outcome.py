@@ -12,6 +12,7 @@ from memopt.outcome import Outcome
 from memopt.reports import verdict
 from memopt.reports.tables import pairs_table, words
 from memopt.units import format_bytes, format_change, format_ms
+from memopt.words import waited_words
 
 
 def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
@@ -30,6 +31,8 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
             f"Actions: {counts.planned} planned, {counts.done} done, {counts.skipped} skipped; {_divergences(outcome)}."
         ),
     ]
+    if waited := waited_words(outcome.waited_share):
+        parts.append(words(f"Times of steps: {waited}."))
     if outcome.reserved_peak_bytes:
         parts.append(words(_on_the_device(outcome)))
     if outcome.process_peak_bytes:

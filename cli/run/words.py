@@ -9,7 +9,7 @@ from memopt.instrument.script.children import PUT_BEFORE, not_followed
 from memopt.outcome import MOVED_BESIDE
 from memopt.plan import NOT_MET
 from memopt.units import format_bytes, format_change, format_ms
-from memopt.words import moved_away
+from memopt.words import moved_away, waited_words
 
 if TYPE_CHECKING:
     from memopt.cli.run.course import Course
@@ -303,7 +303,7 @@ def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:
 
 def _by_elements(outcome: Outcome) -> str:
     """How steps are held against the profiled one that saved more or less than that."""
-    return " per saved element, as sizes vary" if outcome.as_profiled_step_ms is not None else ""
+    return ", scaled to the profiled iteration's size" if outcome.as_profiled_step_ms is not None else ""
 
 
 def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
@@ -315,8 +315,9 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
             f"cost not known: a step took {format_ms(step)}, the plain one that was timed {plain}, as early ones are slow"
         ]
     else:
+        waited = waited_words(outcome.waited_share)
         parts = [
-            f"cost {format_change(step, plan.plain_step_ms)} a step{_by_elements(outcome)} (plain {plain})"
+            f"cost {format_change(step, plan.plain_step_ms)} a step{_by_elements(outcome)} (plain {plain}{f'; {waited}' if waited else ''})"
         ]
     counts = outcome.actions
     if counts.planned:

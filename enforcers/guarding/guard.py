@@ -80,8 +80,8 @@ class Guard(modes.Mode):
         self._held_at: dict[Key, int] = {}
         """Most that was live as it ended, while that was not known."""
         self._most_with_workspaces = 0
-        self.most_without_gradients = self._most_before_it = 0
-        """The most that was live in calls without gradients which are told apart, and before the one that goes on."""
+        self.most_without_gradients = self._most_before_it = self._most_before = 0
+        """The most that was live in calls without gradients which are told apart, before the one that goes on, and before this iteration."""
         self._about_bytes = 0
         """What the op that is about to run takes."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
@@ -146,6 +146,13 @@ class Guard(modes.Mode):
             self.most_without_gradients = max(self.most_without_gradients, live.most)
             live.most = max(self._most_before_it, live.now())
 
+    def evaluation_ended(self) -> None:
+        """What was live in this iteration so far was an evaluation's."""
+        live = self._live
+        if live.most > self._most_before:
+            self.most_without_gradients = max(self.most_without_gradients, live.most)
+            live.most = max(self._most_before, live.now())
+
     @property
     def next_bytes(self) -> int:
         """About what the next iteration comes to at most: the first one leaves the optimizer's state, and gradients."""
@@ -184,6 +191,7 @@ class Guard(modes.Mode):
         self._leave_room_for_the_context()
         if waits:
             self._frames.before_training = self._training_begins
+        self._most_before = self._live.most
         self._hooks.install()
         self._enter()
         call_around_fork(self._fork, self._fork, self._forked)
@@ -481,6 +489,7 @@ class Guard(modes.Mode):
         self.passed.new_iteration()
         self._may_collect = self._collects
         self._streams.new_iteration()
+        self._most_before = self._live.most
         self._sleep_or_enter()
 
     def thread_changed(self) -> None:

@@ -161,6 +161,11 @@ class Standby:
         if not self._plan.without_gradients:
             self.guard.without_gradients(begins)
 
+    def evaluation_ended(self) -> None:
+        """A module is called to be trained, after calls without gradients, and nothing has been saved in this iteration."""
+        if not self._plan.without_gradients:
+            self.guard.evaluation_ended()
+
     @property
     def _passed_by_bytes(self) -> int:
         """By how much this iteration passed the budget with nothing left to move; not in an evaluation, which no other plan would change."""

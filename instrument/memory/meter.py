@@ -36,7 +36,7 @@ class Meter(Protocol):
     base_bytes: int
     """What there was at the start."""
     without_gradients_bytes: int
-    """The most while modules were called without gradients, which is no part of the peak then."""
+    """The most while modules were called without gradients, and in an evaluation before training: no part of the peak."""
 
     def start(self, there: Living | None = None) -> None:
         """`there`: what lives, where it has just been looked for."""
@@ -44,6 +44,10 @@ class Meter(Protocol):
 
     def without_gradients(self, begins: bool) -> None:
         """The call of a module without gradients begins, or has ended."""
+        ...
+
+    def evaluation_ended(self) -> None:
+        """What there was so far was an evaluation's: its batches, and what it makes of the results."""
         ...
 
     def leave_out(self, begins: bool) -> None:
@@ -64,6 +68,8 @@ class CpuMeter:
         self.base_bytes = self.without_gradients_bytes = 0
         self._asides: list[tuple[int, str, bool]] = []
         """(time ns, what, begins)."""
+        self._trains_ns = 0
+        """When an evaluation had ended."""
         self._ends: list[tuple[int, int, int]] = []
         """Of blocks that end in another thread, by another clock."""
         self._watch: list[weakref.ref[UntypedStorage]] = []
@@ -81,6 +87,9 @@ class CpuMeter:
 
     def without_gradients(self, begins: bool) -> None:
         self._asides.append((time.time_ns(), _CALL, begins))
+
+    def evaluation_ended(self) -> None:
+        self._trains_ns = time.time_ns()
 
     def leave_out(self, begins: bool) -> None:
         self._asides.append((time.time_ns(), _LEFT_OUT, begins))
@@ -111,7 +120,7 @@ class CpuMeter:
             held += size
             if goes_on[_LEFT_OUT]:
                 continue
-            if goes_on[_CALL]:
+            if goes_on[_CALL] or time_ns < self._trains_ns:
                 self.without_gradients_bytes = max(self.without_gradients_bytes, held)
             else:
                 most = max(most, held)
@@ -138,6 +147,12 @@ class CudaMeter:
             self._most_bytes = max(self._most_bytes, most)
         else:
             self.without_gradients_bytes = max(self.without_gradients_bytes, most)
+
+    def evaluation_ended(self) -> None:
+        most = max(self._most_bytes, self._statistics.bytes_now()[1])
+        self._statistics.reset()
+        self.without_gradients_bytes = max(self.without_gradients_bytes, most)
+        self._most_bytes = 0
 
     def leave_out(self, begins: bool) -> None:
         if begins:

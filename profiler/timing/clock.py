@@ -15,9 +15,9 @@ import torch
 
 from memopt.instrument.memory.allocator_events import MARK, Started, marked, started_profile, stop_profile
 from memopt.instrument.memory.cuda_statistics import statistics_of
+from memopt.instrument.script.run_queue import Stretch
 from memopt.instrument.script.script_profiler import on_script
 from memopt.instrument.torch_internals import cuda_sleep
-from memopt.profiler.timing.run_queue import Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class TimeOnly:
 
     def start(self) -> None:
         self._ns.clear()
-        self._stretch = Stretch()
+        self._stretch.begin()
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin = time.perf_counter_ns()
@@ -102,7 +102,7 @@ class TimeOnly:
         return None
 
     def stop(self) -> Usage | None:
-        self._share = self._stretch.ends()
+        self._share = self._stretch.share
         return None
 
     @property

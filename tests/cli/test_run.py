@@ -376,16 +376,17 @@ def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "scaled_ms", "recorded", "words"),
+    ("step_ms", "scaled_ms", "recorded", "waited_share", "words"),
     [
-        (400.0, 110.0, [], "cost +10 % a step per saved element, as sizes vary (plain 100 ms), 1 of 1"),
-        (110.0, None, [], "cost +10 % a step (plain 100 ms), 1 of 1 actions done, enforced from the first of 9 iterations, as .memopt/ had the plan"),
-        (50.0, None, [], "cost not known: a step took 50.0 ms, the plain one that was timed 100 ms, as early ones are slow, 1 of 1"),
-        (110.0, None, [5], "as .memopt/ had the plan, under another after 6, as the training goes on otherwise, recording and waiting for the plan took 2.00 s more"),
+        (400.0, 110.0, [], 0.05, "cost +10 % a step, scaled to the profiled iteration's size (plain 100 ms), 1 of 1"),
+        (110.0, None, [], 0.0, "cost +10 % a step (plain 100 ms), 1 of 1 actions done, enforced from the first of 9 iterations, as .memopt/ had the plan"),
+        (50.0, None, [], 0.0, "cost not known: a step took 50.0 ms, the plain one that was timed 100 ms, as early ones are slow, 1 of 1"),
+        (110.0, None, [5], 0.0, "as .memopt/ had the plan, under another after 6, as the training goes on otherwise, recording and waiting for the plan took 2.00 s more"),
+        (110.0, None, [], 0.35, "(plain 100 ms; other processes had the processor for 35 % of the time, which is left out), 1 of 1"),
     ],
 )  # fmt: skip
 def test_the_cost_is_told_of_steps_and_of_what_was_recorded_again(
-    step_ms: float, scaled_ms: float | None, recorded: list[int], words: str
+    step_ms: float, scaled_ms: float | None, recorded: list[int], waited_share: float, words: str
 ) -> None:
     from memopt.cli.run.words import _cost
 
@@ -395,6 +396,7 @@ def test_the_cost_is_told_of_steps_and_of_what_was_recorded_again(
         as_profiled_step_ms=scaled_ms,
         other_steps=0,
         actions=SimpleNamespace(planned=1, done=1),
+        waited_share=waited_share,
     )
     course = SimpleNamespace(iterations=9, enforced_after=0, phases_after=[6] if recorded else [], from_cache=True, better_after=None, recorded=recorded, extra_ms=2000.0)  # fmt: skip
     assert words in _cost(course, plan, outcome)  # type: ignore[arg-type]

@@ -154,6 +154,16 @@ def test_what_is_held_in_calls_without_gradients_is_told_apart() -> None:
     assert meter.without_gradients_bytes == base + 12_000_000
 
 
+def test_what_there_was_before_an_evaluation_ended_is_its_own() -> None:
+    meter, base = CpuMeter(), _bytes_alive()
+    meter.start()
+    torch.empty(5_000_000)
+    meter.evaluation_ended()
+    torch.empty(2_000_000)
+    assert meter.stop() == base + 8_000_000
+    assert meter.without_gradients_bytes == base + 20_000_000
+
+
 def test_what_is_held_meanwhile_is_left_out() -> None:
     """Optimizer state that is back as the script looks at it, also inside an evaluation."""
     meter, base = CpuMeter(), _bytes_alive()

@@ -188,3 +188,17 @@ def test_lists_are_looked_for_where_a_list_that_grows_may_hold_graphs(
     assert not asked
     monkeypatch.setattr(main, "alone", [main.alone])
     assert named(lists=True)[id(main.alone[0])] == "variable alone (in a list)"
+
+
+def test_tensors_of_symbolic_shape_are_among_those_that_live() -> None:
+    """`torch.compile` keeps some of batches that vary in size; their shape cannot be hashed."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        doubled = torch.empty(shapes.create_unbacked_symint(), 3, requires_grad=True) * 2
+    with pytest.raises(TypeError):
+        hash(doubled.shape)
+    names = known.tell_all(lambda *_: None, Frames(), known.there_now(), lists=True)
+    assert id(doubled) not in names

@@ -47,7 +47,7 @@ def once(step: int) -> int:
 
 def layers(*, batches: Step = once, looks: Step = never, rows: Step = lambda step: 256, keeps: Step = never, evaluates: Step = never) -> Loop:  # fmt: skip
     """In each step: `looks` forward passes that nothing follows, `batches` with backward of `rows` rows, `keeps` kept rows for good, and an
-    evaluation of `evaluates` rows."""
+    evaluation of `evaluates` rows, of 64 times as many that are there."""
 
     def loop(steps: int) -> list[str]:
         block = [[nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.Dropout(0.1)] for _ in range(3)]  # fmt: skip
@@ -66,7 +66,9 @@ def layers(*, batches: Step = once, looks: Step = never, rows: Step = lambda ste
             kept.append(torch.zeros(keeps(step)))
             if evaluates(step):
                 with torch.no_grad():
-                    found.append(digest(model(torch.randn(evaluates(step), 64))))
+                    there = torch.randn(64, evaluates(step), 64)
+                    found.append(digest(model(there[0])))
+                    del there
         return [*found, *everything(model, optimizer)]
 
     return loop
