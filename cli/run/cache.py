@@ -136,10 +136,11 @@ class Cache:
         with contextlib.suppress(OSError, MemoptError):
             write_atomic(self._denied_path, f"{kind}\n".encode())
 
-    def forget(self, phase: int = 0) -> None:
-        """The plan did not do what it said: the next run records again."""
-        with contextlib.suppress(OSError):
-            self.plan_path(phase).unlink(missing_ok=True)
+    def forget(self, *phases: int) -> None:
+        """Their plans did not do what they said: the next run records again."""
+        for phase in phases:
+            with contextlib.suppress(OSError):
+                self.plan_path(phase).unlink(missing_ok=True)
 
     def close(self, *, in_use: bool) -> None:
         """The run is over. A folder that goes with it goes now, unless a planner still works there."""

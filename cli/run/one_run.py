@@ -33,7 +33,7 @@ class Run:
         conditions = {name: getattr(request, name) for name in ("budget", "device", "allow", "deny")}
         self._cache = Cache(command, {**conditions, "process": process} if process else conditions)
         if request.fresh:
-            self._cache.forget()
+            self._cache.forget(0)
         wishes = _wishes(request)
         self._request, self._command, self._outcome_path, self._process = (
             request,
@@ -95,17 +95,17 @@ class Run:
         from memopt.cli.run.words import came_to, did_what_it_said, last_words
         from memopt.cli.shared.console import say
 
-        grew_in_vain = self._cache.grows_in_vain
+        before = self._cache.growth(), self._cache.grows_in_vain
         if course.plan is not None and (factor := came_to(course)) > 1:
             if self._cache.record_at(course.larger_at):
                 course.next_recorded = course.larger_at
             else:
                 self._cache.keep_growth(factor, course.plan.grown)
         course.grows_in_vain = self._cache.grows_in_vain
-        plans_again = course.grows_in_vain and not grew_in_vain
-        if course.plan is not None and (
-            course.ended_by_plan or plans_again or course.next_recorded or not did_what_it_said(course)
-        ):
+        plans_again = before != (self._cache.growth(), course.grows_in_vain)
+        if plans_again or course.next_recorded:
+            self._cache.forget(*range(course.phase + 1))
+        elif course.plan is not None and (course.ended_by_plan or not did_what_it_said(course)):
             self._cache.forget(course.phase)
         if course.ended_by_plan:
             self._cache.deny("optimizer")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from memopt.cli.requests import RunRequest
+from memopt.cli.run import words
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Course, Wishes
 from memopt.cli.run.one_run import Run
@@ -218,6 +219,9 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
     assert course.outcome.measured_peak_bytes == (None if ended > 20 else 1000)
 
 
+REQUEST = RunRequest(budget="1MiB", device=None, dry_run=False, online=False, fresh=False, swap_dir=None, allow=(), deny=(), time_limit_s=None, outcome_path=None, force=False, no_measure=False, quiet=True, as_module=False, script="train.py", args=())  # fmt: skip
+
+
 @pytest.mark.parametrize(("after_bytes", "told"), [(1000, 0), (1500, 1500)])
 def test_what_comes_after_the_last_step_is_no_iteration(after_bytes: int, told: int, stages: Any) -> None:
     """An evaluation with gradients, after training: each run planned for less than the one before, and none held the budget."""
@@ -244,10 +248,32 @@ def test_a_kind_of_action_that_ended_a_run_is_left_out_of_the_next_one(
     """The script looks at gradients now and then, which a plan that steps inside backward lets go of."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    request = RunRequest(budget="1MiB", device=None, dry_run=False, online=False, fresh=False, swap_dir=None, allow=(), deny=(), time_limit_s=None, outcome_path=None, force=False, no_measure=False, quiet=True, as_module=False, script="train.py", args=())  # fmt: skip
     course = Course(budget="1MiB", ended_by_plan=True, plan=plan_with(ScriptAction(kind="optimizer", what="", why="", saved_bytes=0)))  # fmt: skip
-    Run(request, Command(("train.py",)), None)._ended(course)
-    assert Run(request, Command(("train.py",)), None)._cache.denied() == ("optimizer",)
+    Run(REQUEST, Command(("train.py",)), None)._ended(course)
+    assert Run(REQUEST, Command(("train.py",)), None)._cache.denied() == ("optimizer",)
+
+
+@pytest.mark.parametrize("tells", ["which iteration", "how much more", "nothing"])
+def test_what_the_next_run_plans_for_is_not_left_to_the_kept_plan_of_a_phase_before(
+    tells: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script ended as another phase was recorded; the next run was said to plan for more, and began under the plan for less."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    run = Run(REQUEST, Command(("train.py",)), None)
+    for phase in range(2):
+        run._cache.plan_path(phase).write_text("")
+    monkeypatch.setattr(words, "came_to", lambda course: 1.0 if tells == "nothing" else 3.0)
+    monkeypatch.setattr(words, "did_what_it_said", lambda course: tells == "nothing")
+    plan = plan_with(ScriptAction(kind="optimizer", what="", why="", saved_bytes=0))
+    run._ended(Course(budget="1MiB", phase=1, plan=plan, larger_at=5 if tells == "which iteration" else 0))
+    kept = [run._cache.plan_path(phase).exists() for phase in range(2)]
+    assert kept == [tells == "nothing"] * 2
+    assert (run._cache.largest_at(), run._cache.growth()) == {
+        "which iteration": (5, 1.0),
+        "how much more": (0, 3.0),
+        "nothing": (0, 1.0),
+    }[tells]
 
 
 ONE_BY_ONE = """
