@@ -17,9 +17,15 @@ BEYOND_EXACT = {
 def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
     """What is allowed when a person typed `allow` and `deny`: naming an exact kind in `allow` excludes the others.
 
-    `lossy` and `model-change` come on top of the exact ones. No plan uses them (see `BEYOND_EXACT`).
+    `lossy` and `model-change` come on top of the exact ones. No plan uses them (see `BEYOND_EXACT`). Raises `UsageError` for a name in both.
     """
     given, denied = kinds_named(allow), kinds_named(deny)
+    if both := sorted(_typed(allow) & _typed(deny)):
+        raise UsageError(
+            f"{', '.join(both)} is both allowed and denied",
+            why="--allow names what a plan may do alone, --deny what it must not",
+            try_=f"--allow {both[0]}, or --deny {both[0]}",
+        )
     return (((given & DEFAULT_ALLOW) or DEFAULT_ALLOW) | given) - denied
 
 
@@ -32,7 +38,15 @@ def kinds_named(texts: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
 
 
+def _typed(texts: tuple[str, ...]) -> set[str]:
+    """Names, which commas may part."""
+    return {name.strip() for text in texts for name in text.split(",") if name.strip()}
+
+
 def _names(texts: tuple[str, ...]) -> list[str]:
-    """Names as typed, with commas; `swap` is both tiers."""
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
-    return [each for name in names for each in (("swap-host", "swap-disk") if name == "swap" else (name,))]
+    """As typed; `swap` is both tiers."""
+    return [
+        each
+        for name in sorted(_typed(texts))
+        for each in (("swap-host", "swap-disk") if name == "swap" else (name,))
+    ]

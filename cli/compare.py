@@ -47,10 +47,10 @@ def compare(before: Path, after: Path, fail_above: str | None, form: str, top: i
 
 def _allowed(text: str) -> tuple[float | None, int]:
     """(share, bytes) by which the peak may grow; the share is None where bytes were given."""
-    from memopt.units import parse_bytes
+    from memopt.units import parse_budget
 
     if not text.strip().endswith("%"):
-        return None, 0 if text.strip() == "0" else parse_bytes(text)
+        return None, 0 if text.strip() == "0" else parse_budget(text, option="--fail-above")
     try:
         share = float(text.strip().removesuffix("%")) / 100
     except ValueError:

@@ -69,10 +69,10 @@ def estimate(**options: Any) -> int:
 
     A script is run on fake tensors: nothing is computed, no memory is taken, nothing is saved.
     """
-    from memopt.units import parse_bytes
+    from memopt.units import parse_budget
 
     request = _as_typed(EstimateRequest(**options))
-    gate = parse_bytes(request.fail_over) if request.fail_over else None
+    gate = parse_budget(request.fail_over, option="--fail-over") if request.fail_over else None
     found = _estimate(request)
     if request.as_json:
         click.echo(_encoded(found.as_json()))

@@ -12,6 +12,9 @@ from memopt.errors import UsageError
 
 FORMATS = ("html", "perfetto", "memory-viz", "csv", "parquet", "json", "markdown", "png")
 
+_HEAD_BYTES = 4096
+"""Of a page: what tells who made it is among them."""
+
 
 @click.command()
 @click.option("-o", "--output", metavar="FILE", help="Where to write it; - is stdout.  [default: memopt-NAME.report.html]")  # fmt: skip
@@ -42,7 +45,7 @@ def report(
         raise UsageError("cannot write to stdout", why="it is closed", try_="-o FILE")
     if not to_stdout:
         _refuse_input(path, paths)
-        refuse_overwrite(path, force=force)
+        refuse_overwrite(path, force=force or (output is None and _is_own_page(path)))
     with progress(f"reading {', '.join(each.name for each in paths)}", short=True):
         data = exported(
             read_inputs(list(paths)), [each.name for each in paths], form, with_source=not no_source
@@ -56,7 +59,7 @@ def report(
     if and_open:
         _open(path)
     elif form == "html":
-        again = f", or memopt report --open -f {shlex.join(map(str, paths))}" if len(paths) <= 3 else ""
+        again = f", or memopt report --open {shlex.join(map(str, paths))}" if len(paths) <= 3 else ""
         say(f"next: open it in a browser{again}")
     return 0
 
@@ -69,6 +72,15 @@ def _refuse_input(path: Path, inputs: tuple[Path, ...]) -> None:
                 f"the report would overwrite {each}, which it is made of",
                 try_=f"-o {path.stem}.html, or any other name",
             )
+
+
+def _is_own_page(path: Path) -> bool:
+    """Is it a page that memopt has made?"""
+    try:
+        with path.open("rb") as file:
+            return b'<meta name="generator" content="memopt ' in file.read(_HEAD_BYTES)
+    except OSError:
+        return False
 
 
 def _stem(path: Path) -> str:

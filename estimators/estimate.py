@@ -64,6 +64,8 @@ class Estimate:
     fits_named: Fit | None = None
     method: str = ""
     """Of an estimate from a profile: `replayed`, `re-traced` or `scaled`."""
+    lacks: list[str] = field(default_factory=list)
+    """Of `left_out`, what may be needed and has no known amount: then the answers are lower bounds."""
     bounded: list[str] = field(default_factory=list)
     """Lines on which sizes depend on data, and what was taken there: the answers above are upper bounds."""
     most_bytes: dict[str, int] = field(default_factory=dict)
@@ -108,10 +110,16 @@ def estimate_script(
 
 
 def _refuse_idle(recording: Recording, spec: DeviceSpec, command: str) -> None:
-    """Raise where the script trains nothing on the GPU that was asked about: what it needs there is no answer."""
-    if recording.target == "cpu":
-        return
+    """Raise where the script trains nothing on the device that was asked about: what it needs there is no answer."""
     peak_bytes, _ = recording.peak()
+    if recording.target == "cpu":
+        if not peak_bytes:
+            raise NotPossibleHere(
+                "the script made no tensor: there is nothing to estimate",
+                why="what it starts (another script, a subprocess) is not followed",
+                try_="memopt estimate SCRIPT, with the one that trains",
+            )
+        return
     if peak_bytes and not recording.trains_elsewhere:
         return
     what, why = "the script put nothing on the GPU", "no tensor was made on cuda or moved there"
@@ -178,7 +186,9 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
             "Python's and torch's own memory",
             "what NumPy and the data loader hold outside tensors",
             *_possible(recording),
+            *recording.lacks,
         ],
+        lacks=recording.lacks,
         partial=partial,
         notes=[*_before_training(recording, at), *recording.notes],
         fits_named=Fit(
@@ -247,7 +257,8 @@ def _on_gpu(
             "process": max(process, fullest.peak_reserved_bytes + context),
             "smallest": max(told.least_bytes, most.least_bytes),
         },
-        left_out=[*_no_context(spec, context), *_possible(recording)],
+        left_out=[*_no_context(spec, context), *_possible(recording), *recording.lacks],
+        lacks=recording.lacks,
         partial=partial,
         notes=[
             *_unused(recording, outcome.peak_allocated_bytes),
@@ -336,7 +347,7 @@ def _before_training(recording: Recording, at: int) -> list[str]:
     if first is None or at > first:
         return []
     peak, later = recording.peak()[0], recording.peak(after=first)[0]
-    if later > _NEAR * peak:
+    if not 0 < later <= _NEAR * peak:
         return []
     return [f"the peak comes before the first optimizer step is done; after it, up to {format_bytes(later)}"]
 

@@ -66,6 +66,8 @@ class Recording:
     """`(n, bytes)`: so much of it may be taken after the first n events, and given back before the next one."""
     bounded: list[str] = field(default_factory=list)
     """Where sizes depend on data, each told in a sentence: there, the largest were recorded."""
+    lacks: list[str] = field(default_factory=list)
+    """What may be needed on top of it, nobody knows how much: told in a sentence each."""
     least: Recording | None = None
     """The same run with the smallest sizes there, if it could be followed."""
     alloc_conf: str = ""

@@ -62,16 +62,16 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
     return int(amount)
 
 
-def parse_budget(text: str, *, of_bytes: int | None = None) -> int:
-    """As `parse_bytes`; raises for a small number without a unit, too, which was hardly meant in bytes."""
-    budget = parse_bytes(text, of_bytes=of_bytes)
-    if budget < _HARDLY_BYTES and text.strip().isdecimal():
+def parse_budget(text: str, *, of_bytes: int | None = None, option: str = "--budget") -> int:
+    """As `parse_bytes`; raises for a small number without a unit, too, which was hardly meant in bytes. `option`: where it was given."""
+    amount = parse_bytes(text, of_bytes=of_bytes)
+    if amount < _HARDLY_BYTES and text.strip().isdecimal():
         raise UsageError(
-            f"a budget of {budget} is {budget} bytes",
+            f"{option} {amount} is {amount} bytes",
             why="a number without a unit is bytes",
-            try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
+            try_=f"{option} {amount}GB, or {option} {amount}B where that is meant",
         )
-    return budget
+    return amount
 
 
 def _not_bytes(text: str) -> UsageError:

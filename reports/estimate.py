@@ -73,6 +73,8 @@ def _answers(found: Estimate) -> Table:
 def _bar(found: Estimate, answer: str) -> str:
     """The error bar: below, down to what is needed when the data selects least; above, up to all that may be left out."""
     share, above = found.error[answer], _above(found, answer)
+    if found.lacks:
+        return f"-{100 * share:.1f} %, or more"
     if not found.bounded:
         return f"±{100 * share:.1f} %" if above == share else f"-{100 * share:.1f} % +{100 * above:.1f} %"
     if answer not in found.range_bytes:

@@ -277,8 +277,9 @@ def _of_estimate(name: str, found: dict[str, object]) -> Headline:
         tone = "bad" if named["verdict"] == "no" else "good"
     errors = found.get("error")
     bars = errors if isinstance(errors, dict) else {}
+    bar = "- {:.1f} %, or more" if found.get("lacks") else "± {:.1f} %"
     figures = [
-        (label, format_bytes(sizes[key]), f"± {100 * float(bars[short]):.1f} %" if short in bars else "")
+        (label, format_bytes(sizes[key]), bar.format(100 * float(bars[short])) if short in bars else "")
         for key, short, label in (("process_bytes", "process", "Process, as nvidia-smi shows"), ("reserved_bytes", "reserved", "Reserved"), ("allocated_bytes", "allocated", "Allocated"))
         if key in sizes and (key != "reserved_bytes" or found.get("target") != "cpu")
     ]  # fmt: skip

@@ -211,7 +211,7 @@ def _not_enforced(course: Course) -> str:
         if not course.iterations:
             return "nothing was enforced: no iteration of training was seen in this process, and three are needed"
         return (
-            f"nothing was enforced: {course.iterations} iterations of training were seen in this process, and three are needed; "
+            f"nothing was enforced: {'one iteration of training was' if course.iterations == 1 else f'{course.iterations} iterations of training were'} seen in this process, and three are needed; "
             "memopt profile tells what was there"
         )
     told = f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"

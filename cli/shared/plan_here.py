@@ -59,6 +59,12 @@ def command_to_run(plan: Plan, args: tuple[str, ...], cwd: Path | None = None) -
             try_="--cwd DIR, the folder that the script is run in here (--cwd . is the present one)",
         ) from error
     command = Command((plan.script.argv[0], *(args or plan.script.argv[1:])), plan.script.as_module)
+    if not (command.as_module or Path(command.argv[0]).exists()):
+        raise UsageError(
+            f"the plan's script {command.argv[0]} is not in {Path.cwd()}",
+            why="that is where the plan says that it runs; a plan that was moved alone has left it behind",
+            try_="--cwd DIR, the folder that the script is run in",
+        )
     find_source(command)
     return command
 

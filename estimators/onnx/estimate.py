@@ -20,10 +20,11 @@ from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.onnx.interpret import Env, Run
 from memopt.estimators.onnx.match.folded import (
     assume_batch_norms,
+    assumed_batch_norms,
     folded_batch_norms,
     lost_dropout,
+    missing,
     seen_by,
-    warnings,
 )
 from memopt.estimators.onnx.match.layers import Matched, match
 from memopt.estimators.onnx.ops.registry import Malformed
@@ -87,7 +88,8 @@ def plan_training(
         graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
     )
     chosen, said = choose_loss([values.get(o) for o in graph.outputs], loss)
-    notes = [*warnings(graph, trained, len(suspects), seen), *notes, said]
+    notes = [*assumed_batch_norms(len(suspects), seen), *notes, said]
+    lacks = missing(graph, len(suspects))
     known = known_values(graph, values, trained)
     graph = _without_known(graph, known)
     if not faithful:
@@ -95,7 +97,7 @@ def plan_training(
         graph = matched.graph
         notes += _of_matches(matched)
     trained = {n: w for n, w in trained.items() if n in graph.weights}
-    notes += [*lost_dropout(graph), *_remarks(graph, trained, run)]
+    notes += _remarks(graph, trained, run)
     bounded = [f"{title}: the largest possible output was taken" for title in run.bounded]
     return Plan(
         graph,
@@ -108,6 +110,8 @@ def plan_training(
         dict(run.partial),
         bounded,
         least,
+        lacks,
+        lost_dropout(graph),
     )
 
 
@@ -240,7 +244,8 @@ def record_onnx(
 
     with _unlogged():
         plan = planned(least=False)
-        recording = dataclasses.replace(recorded(plan), bounded=plan.bounded)
+        lacks = [*plan.lacks, *(plan.lacks_on_cpu if target == "cpu" else [])]
+        recording = dataclasses.replace(recorded(plan), bounded=plan.bounded, lacks=lacks)
         if plan.bounded:
             with suppress(MemoptError):  # a graph may need more than the least to be selected
                 recording = dataclasses.replace(recording, least=recorded(planned(least=True)))

@@ -62,6 +62,10 @@ class Plan:
     """Where sizes depend on data, each told in a sentence."""
     least: bool = False
     """The smallest sizes are taken there, not the largest."""
+    lacks: list[str] = field(default_factory=list)
+    """What training may keep and the file does not show, told in a sentence each."""
+    lacks_on_cpu: list[str] = field(default_factory=list)
+    """The same, on a CPU alone."""
 
 
 def main_type(trained: Mapping[str, Weight]) -> torch.dtype:

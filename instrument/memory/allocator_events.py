@@ -48,7 +48,7 @@ class Started:
         self.stopped = True
         record_functions(True)
         ours_ends()
-        with _quiet(), ours():
+        with quiet_profiler(), ours():
             self.profile.stop()
         inner, self.profile.profiler = self.profile.profiler, None
         return inner.kineto_results
@@ -82,7 +82,7 @@ def started_profile() -> Started | None:
     cpu = torch.profiler.ProfilerActivity.CPU
     profile = torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True)
     try:
-        with _quiet(), ours():
+        with quiet_profiler(), ours():
             profile.start()
         if profile.profiler is not None:
             profile.profiler.acc_events = False
@@ -161,7 +161,7 @@ def memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep what the profiler's C++ says about itself off the script's stderr."""
     with contextlib.suppress(Exception):  # it may be closed, none, or the script's own without such a method
         sys.stderr.flush()

@@ -42,7 +42,7 @@ def exported(inputs: Inputs, names: Sequence[str], form: str, *, with_source: bo
     writers: dict[str, Callable[[Inputs, bool], bytes]] = {
         "perfetto": _perfetto,
         "memory-viz": _memory_viz,
-        "csv": lambda given, source: bytes(_table(given, source).to_csv().encode()),
+        "csv": lambda given, source: bytes(_table(given, source).to_csv(index=False).encode()),
         "parquet": _parquet,
         "json": _json,
         "markdown": _markdown,
@@ -91,7 +91,7 @@ def _table(inputs: Inputs, with_source: bool) -> frames.Frame:
     for column in ("tensor", "label", "module", "line", "why", "job", "case", "result"):
         if column in frame:
             frame[column] = [_quoted(shown(text)) for text in frame[column]]
-    return frame
+    return frame.reset_index(drop=frame.index.name is None)
 
 
 def _quoted(text: str) -> str:
@@ -101,7 +101,7 @@ def _quoted(text: str) -> str:
 def _parquet(inputs: Inputs, with_source: bool) -> bytes:
     file = io.BytesIO()
     try:
-        _table(inputs, with_source).to_parquet(file)
+        _table(inputs, with_source).to_parquet(file, index=False)
     except ImportError as error:
         raise NotPossibleHere(
             "parquet cannot be written here",

@@ -44,6 +44,12 @@ def problem_of(
     return Problem(view, Simulator(view), budget, allow, margin=margin)
 
 
+def test_no_kind_is_both_allowed_and_denied() -> None:
+    with pytest.raises(UsageError, match="recompute is both allowed and denied"):
+        allowed(("swap, recompute",), ("recompute",))
+    assert allowed(("swap",), ("swap-disk",)) == {"swap-host"}
+
+
 def test_peak_of_a_chain_by_hand() -> None:
     trace = build(chain([400] * 6))
     # at the first backward op: state 1000, input 10, six outputs, one gradient

@@ -123,6 +123,15 @@ def test_torch_that_was_searched_for_before_is_watched(folder: Path) -> None:
     assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
 
 
+def test_a_plan_that_was_moved_without_its_script_says_where_it_looks(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "plan.json").write_bytes((folder / "plan.json").read_bytes())
+    done = memopt(folder, "apply", "elsewhere/plan.json")
+    assert done.returncode == 2
+    assert f"is not in {folder / 'elsewhere'}" in done.stderr
+    assert "--cwd DIR" in done.stderr
+
+
 def test_a_plan_of_which_nothing_is_enforced_is_told(folder: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     plan["script"]["argv"][0] = "other.py"

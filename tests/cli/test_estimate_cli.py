@@ -414,6 +414,30 @@ def test_a_script_that_trains_on_the_cpu_is_refused_before_any_figure(tmp_path: 
     assert refused.value.try_ == f"memopt estimate --device cpu {script}"
 
 
+@pytest.mark.script
+def test_a_script_that_makes_no_tensor_passes_no_gate(tmp_path: Path) -> None:
+    (tmp_path / "starts_others.py").write_text("print('done elsewhere')")
+    with pytest.raises(NotPossibleHere, match="made no tensor"):
+        run("--fail-over", "1GB", "--device", "cpu", str(tmp_path / "starts_others.py"))
+
+
+def test_a_gate_of_a_few_bytes_was_hardly_meant(canned: list[list[str]]) -> None:
+    with pytest.raises(UsageError, match="--fail-over 16 is 16 bytes"):
+        run("--fail-over", "16", "train.py")
+    assert not canned
+
+
+@pytest.mark.parametrize("lacks", [[], ["its dropouts"]])
+def test_an_estimate_that_lacks_something_is_a_lower_bound(lacks: list[str]) -> None:
+    found = estimate_recording(replace(recording(), lacks=lacks), find_device("a100-40gb"))
+    assert (found.lacks, [each for each in found.left_out if each in lacks]) == (lacks, lacks)
+    console = Console(width=100, record=True)
+    print_estimate(console, found, "model.onnx")
+    text = console.export_text()
+    assert (" %, or more" in text) is bool(lacks)
+    assert ("±" in text) is not bool(lacks)
+
+
 TRAINED = {
     "other tensors": (
         "for step in range(4):\n"

@@ -272,7 +272,7 @@ def test_a_small_number_without_a_unit_is_asked_about(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('it ran')\n")
     ran = memopt(tmp_path, "run", "--budget", "16", "train.py")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "a budget of 16 is 16 bytes" in ran.stderr
+    assert "--budget 16 is 16 bytes" in ran.stderr
     assert "try: --budget 16GB, or --budget 16B where that is meant" in ran.stderr
     assert "it ran" not in ran.stderr
 

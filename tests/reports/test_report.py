@@ -263,6 +263,7 @@ def test_parquet_through_pandas() -> None:
 
     frame = pandas.read_parquet(io.BytesIO(exported(inputs_of(toy_trace()), ["toy"], "parquet")))
     assert frame.size_bytes.sum() == sum(toy_trace().storages.size_bytes)
+    assert list(frame.storage) == list(range(len(frame)))
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
@@ -392,8 +393,11 @@ def test_report_writes_a_page_and_never_over_a_file(
     assert text.startswith("<!doctype html>")
     markup = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//|url\(|@import""", markup)
+    assert run_memopt(["report", "memopt-train.profile.json.gz"]) == 0, "its own page"
+    (tmp_path / "memopt-train.report.html").write_text("<p>mine</p>")
     assert run_memopt(["report", "memopt-train.profile.json.gz"]) == 2
     assert "exists already" in capsys.readouterr().err
+    assert run_memopt(["report", "-o", "memopt-train.report.html", "memopt-train.profile.json.gz"]) == 2
     assert run_memopt(["report", "-f", "--format", "perfetto", "memopt-train.profile.json.gz"]) == 0
     assert (tmp_path / "memopt-train.perfetto.json").is_file()
     assert run_memopt(["report", "--open", "-o", "-", "memopt-train.profile.json.gz"]) == 2
@@ -444,11 +448,12 @@ def test_every_file_with_figures_has_a_table(tmp_path: Path, kind: str) -> None:
             {"outcome": {"schema": "memopt.outcome/1", **OUTCOME}, "curve": curve, "estimate": estimate}[kind]
         )
     )
-    table = pandas.read_csv(io.BytesIO(exported(read_inputs([path]), ["file.json"], "csv")), index_col=0)
+    table = pandas.read_csv(io.BytesIO(exported(read_inputs([path]), ["file.json"], "csv")))
     wanted = {"outcome": ("predicted", 6800), "curve": ("budget_bytes", 5), "estimate": ("size_bytes", 9)}[
         kind
     ]
     assert table[wanted[0]].iloc[0] == wanted[1]
+    assert not any(name.startswith("Unnamed") for name in table.columns)
 
 
 def test_report_to_stdout(tmp_path: Path) -> None:
@@ -480,7 +485,7 @@ def test_two_profiles_differ_by_kind_module_and_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gate", "code"),
-    [("5%", 3), ("500%", 0), ("1B", 3), ("1GB", 0), ("0", 3), ("-1%", 2), ("five", 2), ("nan%", 2)],
+    [("5%", 3), ("500%", 0), ("1B", 3), ("1GB", 0), ("0", 3), ("-1%", 2), ("five", 2), ("nan%", 2), ("5", 2)],
 )
 def test_the_gate_fails_with_three_when_the_peak_has_grown(tmp_path: Path, gate: str, code: int) -> None:
     a = saved(tmp_path, build(chain([1000, 2000])), "a.profile.json.gz")

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from memopt.estimators.recording import StorageRow
+from memopt.instrument.memory.allocator_events import quiet_profiler
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
@@ -90,7 +91,11 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
     """For each call: bytes taken beyond its outputs at the worst moment, and the bytes of each output."""
     sizes: list[list[int]] = []
     failed: set[int] = set()
-    with torch.no_grad(), profile(profile_memory=True) as prof:  # torch.profiler's warns, up to torch 2.12
+    with (
+        quiet_profiler(),
+        torch.no_grad(),
+        profile(profile_memory=True) as prof,
+    ):  # torch.profiler's warns, up to torch 2.12
         for index, (make, size) in enumerate(calls):
             call = make(size)
             with record_function(f"memopt probe {index}"):

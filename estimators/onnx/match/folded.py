@@ -119,36 +119,41 @@ def seen_by(suspects: list[Node]) -> str:
     return "" if any(map(_is_certain, suspects)) else ", it seems by their names"
 
 
-def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int, seen: str = "") -> list[str]:
-    """What must be said about the graph as a training graph, with batch norms `assumed` after so many convolutions."""
+def assumed_batch_norms(assumed: int, seen: str) -> list[str]:
+    """What must be said of batch norms that were `assumed` after so many convolutions."""
+    if not assumed:
+        return []
+    return [
+        f"batch norm was folded into {assumed} convolutions when the file was exported{seen}: one was assumed after each, as "
+        "training keeps it (--no-assume-bn leaves them out; or export with optimize=False in train mode)"
+    ]
+
+
+def missing(graph: Graph, assumed: int) -> list[str]:
+    """What training may keep and the graph does not show, with batch norms `assumed` after so many convolutions."""
     said: list[str] = []
     suspects = folded_batch_norms(graph)
-    if assumed:
-        said.append(
-            f"batch norm was folded into {assumed} convolutions when the file was exported{seen}: one was assumed after each, as "
-            "training keeps it (--no-assume-bn leaves them out; or export with optimize=False in train mode)"
-        )
-    elif suspects:
+    if suspects and not assumed:
         said.append(
             f"batch norm was folded into {len(suspects)} convolutions when the file was exported{seen_by(suspects)}: in training "
-            "each keeps one more activation, so this estimate is too low (--assume-bn adds them)"
+            "each keeps one more activation (--assume-bn adds them)"
         )
     products = [n for n in graph.nodes if n.op in _DROPS]
     if len(products) > 1 and not any(n.op == "Dropout" for n in graph.nodes):
         said.append(
-            "the file has no Dropout: exporters drop it outside train mode; if the script trains with it, its masks "
-            "(1 byte an element on a GPU) and outputs are missing here"
+            "the file has no Dropout, which exporters drop outside train mode: if the script trains with it, its masks "
+            "(1 byte an element on a GPU), its outputs, and on a CPU the matrices of attention"
         )
     return said
 
 
 def lost_dropout(graph: Graph) -> list[str]:
-    """What must be said of attention that lost its dropout, in a matched graph that has kept others."""
+    """What is missing on a CPU of attention that lost its dropout, in a matched graph that has kept others. A GPU's kernels keep no such matrices."""
     attention = [n for n in graph.nodes if n.op == "Attention"]
     if not any(n.op == "Dropout" for n in graph.nodes) or any(n.attributes.get("ratio") for n in attention):
         return []
     return [
-        "the file has dropouts, but none in its attention: torch.onnx.export drops that one unless optimize=False; if the script "
-        "trains with it, a CPU keeps matrices of attention that are missing here (a GPU's kernels need none)"
+        "the file has dropouts, but none in its attention, which torch.onnx.export drops unless optimize=False: if the script "
+        "trains with it, the matrices of attention"
         for _ in attention[:1]
     ]

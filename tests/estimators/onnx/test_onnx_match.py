@@ -311,7 +311,7 @@ def test_attention_that_alone_lost_its_dropout_is_said(
     out = attention(b, scale="both", mask="added", dropout=inside)
     path = b.save(tmp_path, b("Dropout", out, 0.1) if after else out, (2, 6, 16))
     plan = plan_training(path, batch_size=None, dims={}, loss="mean")
-    assert sum("but none in its attention" in note for note in plan.notes) == said
+    assert sum("but none in its attention" in each for each in plan.lacks_on_cpu) == said
 
 
 def test_a_torch_script_that_wrote_attention_by_hand_keeps_its_matrix(tmp_path: Path) -> None:
