@@ -68,11 +68,17 @@ def last_words(course: Course) -> list[str]:
         return _guarded(course)
     if plan is None or outcome is None:
         return [_not_enforced(course), *_meanwhile(course)]
-    lines = [
+    not_under_it = [*_before_the_plan(course), *_recorded_again(course, plan)]
+    held = (
         _elsewhere_in_threads(course)
         or _outside_iterations(course, plan)
         or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0)
-        + _elsewhere(plan, outcome),
+        + _elsewhere(plan, outcome)
+    )
+    if not_under_it and held.startswith("held"):
+        held = f"held under the plan{held.removeprefix('held')}; it was passed when no plan was in force (see the note)"
+    lines = [
+        held,
         _beside(course, plan, outcome),
         _cost(course, plan, outcome),
     ]
@@ -88,8 +94,7 @@ def last_words(course: Course) -> list[str]:
     ]
     return [
         *lines,
-        *_before_the_plan(course),
-        *_recorded_again(course, plan),
+        *not_under_it,
         *(f"note: {each}" for each in notes),
     ]
 

@@ -238,7 +238,7 @@ class Feedback:
             self._at[new].prefetch.append(action)
 
     def told(self) -> str:
-        """What was moved, for the outcome; empty where nothing was."""
+        """Which copies begin elsewhere now, for the outcome; empty where none do."""
         last = len(self._at)
         shifts = [
             (last if now == _ON_DEMAND else now) - (last if then == _ON_DEMAND else then)
@@ -247,10 +247,10 @@ class Feedback:
         earlier, later = sum(each < 0 for each in shifts), sum(each > 0 for each in shifts)
         if not earlier and not later:
             return ""
-        moves = [f"{n} {word}" for n, word in ((earlier, "earlier"), (later, "later")) if n]
+        moves = [f"{n} {word} than planned" for n, word in ((earlier, "earlier"), (later, "later")) if n]
         return (
-            f"of {len(shifts)} swap{'s' * (len(shifts) > 1)} {' and '.join(moves)} than planned, as the run showed: "
-            f"a step waited {format_ms(self.first_ms or 0.0)} for their copies before, {format_ms(self.last_ms)} at the end"
+            f"of the copies back of {len(shifts)} swapped tensor{'s' * (len(shifts) > 1)} the run began {' and '.join(moves)}: "
+            f"a step waited {format_ms(self.first_ms or 0.0)} for them at first, {format_ms(self.last_ms)} at the end"
         )
 
 

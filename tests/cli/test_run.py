@@ -341,6 +341,25 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told(
     assert ("the next run starts under the plan" in told) is is_kept
 
 
+@pytest.mark.parametrize("passed", [True, False])
+def test_a_budget_that_was_passed_when_no_plan_was_in_force_is_not_just_held(
+    passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memopt.cli.run import words
+
+    for name, told in (("_elsewhere_in_threads", ""), ("_outside_iterations", ""), ("_held", "held: peak 2 MiB"), ("_elsewhere", ""), ("_beside", ""), ("_cost", "")):  # fmt: skip
+        monkeypatch.setattr(words, name, lambda *_, told=told, **__: told)
+    for name in ("_of_the_first", "_grown", "_not_kept", "_before_the_plan"):
+        monkeypatch.setattr(words, name, lambda *_: [])
+    monkeypatch.setattr(words, "_recorded_again", lambda *_: ["note: live bytes reached 3 MiB"] * passed)
+    course: Any = SimpleNamespace(plan=SimpleNamespace(), outcome=SimpleNamespace(notes=[]), online=False, problem="", peak_bytes=1, state_away_bytes=0, elsewhere=0, notes=[])  # fmt: skip
+    lines = words.last_words(course)
+    assert lines[0].startswith(
+        "held under the plan: peak 2 MiB; it was passed" if passed else "held: peak 2 MiB"
+    )
+    assert ("note: live bytes reached 3 MiB" in lines) is passed
+
+
 def test_what_recording_again_took_is_told_where_no_plan_took_as_much() -> None:
     from memopt.cli.run.words import _recorded_again
 

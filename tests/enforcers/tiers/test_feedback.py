@@ -120,7 +120,7 @@ def test_what_came_late_starts_earlier_until_nothing_waits(
     assert waited[0] > 1000 * PAUSE_S / 2 * (len(plan.actions) - 1)
     assert max(waited[2:]) < 0.1 * waited[0]
     (told,) = [note for note in outcome.notes if "earlier than planned" in note]
-    assert told.startswith(f"of {len(plan.actions)} swaps ")
+    assert told.startswith(f"of the copies back of {len(plan.actions)} swapped tensors ")
     assert outcome.actions.done == len(plan.actions)
 
 
@@ -247,7 +247,13 @@ def test_an_early_swap_starts_where_the_measured_peak_leaves_room(plan: Plan) ->
     assert start_after(one_swap(plan, rooms, start=0), waited_ms=0, used=4) == 0
 
 
-@pytest.mark.parametrize(("swaps", "words"), [(1, "of 1 swap 1 earlier "), (2, "of 2 swaps 2 earlier ")])
+@pytest.mark.parametrize(
+    ("swaps", "words"),
+    [
+        (1, "of the copies back of 1 swapped tensor the run began 1 earlier "),
+        (2, "of the copies back of 2 swapped tensors the run began 2 earlier "),
+    ],
+)
 def test_one_swap_is_told_as_one(swaps: int, words: str) -> None:
     feedback = SimpleNamespace(_at=[None] * 9, _starts=dict.fromkeys(range(swaps), 2), _planned=dict.fromkeys(range(swaps), 4), first_ms=1.0, last_ms=0.0)  # fmt: skip
     assert Feedback.told(feedback).startswith(words)  # type: ignore[arg-type]
