@@ -500,7 +500,8 @@ class Engine(modes.Mode):
             return handle.tensor
         if self.standby is None:
             return self._letting_go.restore(handle)
-        return self.standby.guard.counted(handle.place, lambda: self._letting_go.restore(handle))
+        here = self._letting_go.here(handle)
+        return self.standby.guard.counted(handle.place, lambda: self._letting_go.restore(handle), here)
 
     def _bring_about(self, moment: AtUse | None) -> None:
         """What the plan has happen when a slot is asked for: room is made before it is taken."""

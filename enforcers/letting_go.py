@@ -11,7 +11,7 @@ import re
 import weakref
 from functools import cache
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from memopt.codecs.table import is_of_values
 from memopt.enforcers.carried_out import Account
@@ -159,6 +159,15 @@ class LettingGo:
                             make(value, self._values.kept)
         finally:
             del guard
+
+    def here(self, handle: Planned) -> UntypedStorage | None:
+        """What `restore` would show, where its bytes are there already: another slot has asked for it, a copy back has begun."""
+        content = handle.content
+        if isinstance(content, Value):
+            return content.here
+        if isinstance(content, SwappedStorage):
+            return content.source() or content.here
+        return None
 
     def restore(self, handle: Planned) -> Tensor:
         """The tensor, made again, read back or decoded."""

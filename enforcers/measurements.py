@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -125,8 +126,8 @@ class Measurements:
         plan foretold, and no teacher's."""
         self._evaluation: Meter | None = None
         """Of the call without gradients that goes on, where no iteration is measured."""
-        self._evaluated = 0
-        """Such calls so far."""
+        self._evaluated = Counter[str]()
+        """Such calls so far, by where they are made."""
         self._timed: list[_Timed] = []
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
@@ -396,16 +397,17 @@ class Measurements:
         if self._plan.iteration == 1:
             self._start()
 
-    def without_gradients(self, begins: bool) -> None:
-        """The call of a module without gradients begins, or has ended. Where no iteration is measured, some of the calls are: an evaluation may come
-        after the last step."""
+    def without_gradients(self, begins: bool, call: str) -> None:
+        """The `call` of a module without gradients begins, or has ended. Where no iteration is measured, some of the calls are, a teacher's once: an
+        evaluation may come after the last step."""
         if self._meter is not None:
             self._meter.without_gradients(begins)
         elif not begins:
             self._end_evaluation()
-        elif self._wanted and self._plan.device.kind == "cpu" and not self._plan.without_gradients:
-            self._evaluated += 1
-            if _is_power(self._evaluated):
+        elif self._wanted and self._plan.device.kind == "cpu":
+            self._evaluated[call] += 1
+            count = self._evaluated[call]
+            if count == 1 or (_is_power(count) and not self._plan.without_gradients):
                 from memopt.instrument.memory.meter import meter_for
 
                 self._evaluation = meter_for("cpu")
@@ -419,7 +421,13 @@ class Measurements:
     def _end_evaluation(self) -> None:
         if self._evaluation is not None:
             evaluation, self._evaluation = self._evaluation, None
-            self.evaluation_came_to(evaluation.stop() or 0)
+            most_bytes = evaluation.stop() or 0
+            if not self._is_a_teachers(most_bytes):
+                self.evaluation_came_to(most_bytes)
+
+    def _is_a_teachers(self, most_bytes: int) -> bool:
+        """Is so much foreseen of calls without gradients?"""
+        return self._plan.without_gradients and most_bytes <= (1 + _UNLIKE) * self._plan.predicted_peak_bytes
 
     def evaluation_came_to(self, held_bytes: int) -> None:
         """So much was held while modules were called without gradients, which no plan foresees."""
@@ -545,8 +553,7 @@ class Measurements:
         evaluation_bytes = self._meter.without_gradients_bytes
         self._meter = None
         if peak is not None:
-            predicted = self._plan.predicted_peak_bytes
-            if self._plan.without_gradients and evaluation_bytes <= (1 + _UNLIKE) * predicted:  # a teacher
+            if self._is_a_teachers(evaluation_bytes):
                 peak = max(peak, evaluation_bytes)
             else:
                 self.evaluation_came_to(evaluation_bytes)

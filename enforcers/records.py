@@ -155,13 +155,19 @@ class Value:
         self.each = False
         """Not held from one handle that asks to the next."""
 
-    def there(self) -> UntypedStorage | None:
+    @property
+    def here(self) -> UntypedStorage | None:
+        """What holds it on the device now."""
         if self.cached is not None:
             return self.cached
         given = self.given() if self.given is not None else None
         if given is not None:
             return given
-        here = self.storage() if self.storage is not None else None
+        return self.storage() if self.storage is not None else None
+
+    def there(self) -> UntypedStorage | None:
+        """The same, or what a tier gives back."""
+        here = self.here
         if here is not None:
             return here
         swapped = self.elsewhere() if self.elsewhere is not None else None

@@ -289,8 +289,8 @@ class ApplySession:
             swap_dir, tell = self._options.swap_dir, (self._will_change, self._gradient_is_whole)
             self._steps.install(self._plan, self._iterations, swap_dir, *tell)
 
-    def _without_gradients(self, begins: bool) -> None:
-        self._measurements.without_gradients(begins)
+    def _without_gradients(self, begins: bool, call: str) -> None:
+        self._measurements.without_gradients(begins, call)
         if self.standby is not None:
             self.standby.without_gradients(begins)
 

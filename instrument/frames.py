@@ -123,8 +123,9 @@ class Frames:
         """Called once, right before the first call of a module that can be trained, with gradients."""
         self.sleepers: list[Sleeper] = []
         """Who watches ops in some calls only."""
-        self.without_gradients: Callable[[bool], None] | None = None
-        """Called with true where an outermost module call without gradients begins, and with false where it has ended."""
+        self.without_gradients: Callable[[bool, str], None] | None = None
+        """Called with true where an outermost module call without gradients begins, and which that is of those in an iteration; with false where it
+        has ended."""
         self.trains_again: Callable[[], None] | None = None
         """Called where one with gradients begins after such."""
         self._evaluates = False
@@ -221,14 +222,14 @@ class Frames:
             if self.before_training is not None and sign == "#":
                 self._may_begin(module)
             self._entered.clear()
+            path, outermost = self._outermost(module, sign)
             if self.without_gradients is not None and sign == "~":
                 self._evaluates = True
-                self.without_gradients(True)
+                self.without_gradients(True, path + outermost.rpartition(":")[0])
             elif self._evaluates and sign == "#":
                 self._evaluates = False
                 if self.trains_again is not None:
                     self.trains_again()
-            path, outermost = self._outermost(module, sign)
             for each in self.sleepers:
                 each.call_begins(module, path, args)
             key = f"{path}{sign}{outermost}"
@@ -315,7 +316,7 @@ class Frames:
         elif not frame.without_gradients and not frame.outermost.startswith("+"):
             self._go_outside(f"@{frame.key}")
         if self.without_gradients is not None and frame.without_gradients:
-            self.without_gradients(False)
+            self.without_gradients(False, "")
         self.current = self._outside
         for each in self.sleepers if frame.without_gradients else ():
             each.evaluated()

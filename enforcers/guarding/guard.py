@@ -371,11 +371,17 @@ class Guard(modes.Mode):
         finally:
             del guard
 
-    def counted(self, place: Place, restore: Callable[[], Tensor]) -> Tensor:
-        """What a plan's `restore` gives for a saved tensor at `place`: it makes it unseen."""
+    def counted(
+        self, place: Place, restore: Callable[[], Tensor], here: UntypedStorage | None = None
+    ) -> Tensor:
+        """What a plan's `restore` gives for a saved tensor at `place`: it makes it unseen, unless its bytes are `here` already."""
         if self.rests or not self.active:
             return restore()
-        self._make_room(math.prod(place.size) * place.dtype.itemsize, "a saved tensor")
+        if here is not None:
+            self.held_again(here)
+        self._make_room(
+            0 if here is not None else math.prod(place.size) * place.dtype.itemsize, "a saved tensor"
+        )
         tensor = restore()
         self.held_again(storage_of(tensor))
         return tensor

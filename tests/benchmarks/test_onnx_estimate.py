@@ -100,8 +100,10 @@ def test_folded_batch_norm_is_said_and_assumed_back(tmp_path: Path) -> None:
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in SMALL["resnet50"].build().modules())
     plain = record_onnx(path, batch_size=8, optimizer="sgd", assume_bn=False, steps=2)
     assumed = record_onnx(path, batch_size=8, optimizer="sgd", steps=2)
-    assert plain.notes[0].startswith(f"batch norm was folded into {norms} convolutions")
-    assert "this estimate is too low (--assume-bn adds them)" in plain.notes[0]
+    (lacks,) = plain.recording.lacks
+    assert lacks.startswith(f"batch norm was folded into {norms} convolutions")
+    assert "(--assume-bn adds them)" in lacks
+    assert not assumed.recording.lacks
     assert assumed.notes[0].startswith(f"batch norm was folded into {norms} convolutions")
     assert "one was assumed after each" in assumed.notes[0]
     assert plain.recording.peak(512)[0] < 0.95 * script
@@ -167,7 +169,7 @@ def test_batch_norm_folded_beside_other_norms(tmp_path: Path, nodes: list[str], 
     assert all("it seems" in note for note in said)
     assert all("one was assumed after each" in note for note in said)
     without = record_onnx(path, target="cpu", assume_bn=False)
-    assert any("this estimate is too low" in note for note in without.notes) == bool(suspected)
+    assert any("batch norm was folded" in each for each in without.recording.lacks) == bool(suspected)
 
 
 # exact numbers

@@ -213,8 +213,8 @@ def test_an_evaluation_inside_an_iteration_is_told_apart(measured, monkeypatch):
             found._plan, predicted_peak_bytes=foretold, without_gradients=teaches
         )
         found.begin_after(7)
-        found.without_gradients(True)
-        found.without_gradients(False)
+        found.without_gradients(True, "evaluation")
+        found.without_gradients(False, "")
         found.iteration_ended(8, 1.0, None, plain=False)
         assert (found.peak_bytes, found.outside_bytes()) == (peak, outside)
         assert any("an evaluation" in note for note in found.notes()) == (outside > 0)

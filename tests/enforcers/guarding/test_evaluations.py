@@ -18,8 +18,9 @@ WIDTH, ROWS, MANY = 64, 256, 8192
 STEPS = MEASURED[2] + 3
 
 
-def classifier(steps: int, before: int = 0) -> list[str]:
+def classifier(steps: int, before: int = 0, *, has_teacher: bool = False) -> list[str]:
     """Before step `before`, or after the last, it looks at how right it is, about many rows."""
+    teacher = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
 
@@ -32,7 +33,11 @@ def classifier(steps: int, before: int = 0) -> list[str]:
     for step in range(steps):
         if step and step == before:
             found.append(evaluated())
-        loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+        rows, target = torch.randn(ROWS, WIDTH), 0.0
+        if has_teacher:
+            with torch.no_grad():
+                target = teacher(rows)
+        loss = (model(rows) - target).square().sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -41,10 +46,15 @@ def classifier(steps: int, before: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("before", [MEASURED[2] - 1, MEASURED[2], STEPS], ids=["measured", "not measured", "after the last step"])  # fmt: skip
-def test_an_evaluation_is_no_trainings_peak_and_is_told(before: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_an_evaluation_is_no_trainings_peak_and_is_told(
+    has_teacher: bool, before: int, tmp_path: Path
+) -> None:
     """Its batch is there before the module is called, and what it makes of the results after that."""
-    plan = plan_of(recorded(classifier, tmp_path), all_of("swap"))
-    loop = functools.partial(classifier, before=before)
+    trains = functools.partial(classifier, has_teacher=has_teacher)
+    plan = plan_of(recorded(trains, tmp_path), all_of("swap"))
+    assert plan.without_gradients is has_teacher
+    loop = functools.partial(trains, before=before)
     computed, outcome = enforced(loop, plan, tmp_path, STEPS, measure=True)
     assert computed == seeded(loop, STEPS)
     assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.02)

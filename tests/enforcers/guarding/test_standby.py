@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.kinds import allowed
@@ -20,8 +20,10 @@ from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.in_vain import InVain
 from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.guarding.standby import Standby, standby_of, staying_bytes
+from memopt.enforcers.letting_go import LettingGo
 from memopt.enforcers.measurements import Peaks
 from memopt.enforcers.session import ApplySession
+from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.enforcers.verify.digests import digest
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
@@ -691,6 +693,31 @@ def test_alone_or_beside_the_plan_is_judged_by_what_iterations_save(
         standby.iteration_ended((plan.saved_tensors, int(rows * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.alone is alone
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_what_two_ops_ask_for_is_counted_once(is_here: bool) -> None:
+    """Tanh, whose gradient is written over, and the layer after it read one tensor. It was here for the second when the guard made room for it once
+    more, and a plan was told not to have held, whenever that had to be awake."""
+    needs, held, tensor = list[int](), list[UntypedStorage](), torch.ones(8)
+    guard: Any = SimpleNamespace(rests=False, active=True, held_again=held.append, _make_room=lambda need, what: needs.append(need))  # fmt: skip
+    place: Any = SimpleNamespace(size=(8,), dtype=torch.float32)
+    here = tensor.untyped_storage() if is_here else None
+    assert Guard.counted(guard, place, lambda: tensor, here) is tensor
+    assert needs == [0 if is_here else 32]
+    assert {each.data_ptr() for each in held} == {tensor.data_ptr()}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_a_copy_back_has_begun_for_is_here(begun: bool) -> None:
+    """Or what has never left."""
+    rows = torch.ones(8).untyped_storage()
+    content = SwappedStorage.__new__(SwappedStorage)
+    content.source, content._storage = lambda: None, rows if begun else None  # type: ignore[assignment, return-value]
+    handle: Any = SimpleNamespace(content=content)
+    assert LettingGo.here(cast(LettingGo, None), handle) is (rows if begun else None)
+    content.source = lambda: rows  # type: ignore[assignment, return-value]
+    assert LettingGo.here(cast(LettingGo, None), handle) is rows
 
 
 def test_a_small_iteration_shows_no_room_for_what_is_kept(
