@@ -276,13 +276,10 @@ def _name(row: StorageRow, category: str, name: str) -> None:
 
 
 def describe(tensor: Tensor) -> str:
-    """`4×1024 bf16`."""
+    """`4×1024 bf16`. Nested tensors have no shape, and those that `torch.compile` keeps one of symbols."""
     try:
         return _in_words(tensor.shape, tensor.dtype)
-    except (
-        RuntimeError,
-        TypeError,
-    ):  # nested tensors have none, those that `torch.compile` keeps one of symbols
+    except (RuntimeError, TypeError):
         return f"shapeless {_short(tensor.dtype)}"
 
 
