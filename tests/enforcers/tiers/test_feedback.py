@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_what_came_late_starts_earlier_until_nothing_waits(
     computed, outcome = enforced(slow_net, plan, tmp_path, 5)
     assert computed == seeded(slow_net, 5)
     assert waited[0] > 1000 * PAUSE_S / 2 * (len(plan.actions) - 1)
-    assert max(waited[2:]) < 0.1 * waited[0]
+    assert median(waited[2:]) < 0.1 * waited[0], "one may be disturbed by others on the machine"
     (told,) = [note for note in outcome.notes if "earlier than planned" in note]
     assert told.startswith(f"of the copies back of {len(plan.actions)} swapped tensors ")
     assert outcome.actions.done == len(plan.actions)
